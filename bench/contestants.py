@@ -1,0 +1,147 @@
+"""Who computes a case: mha_fast, its reference, the plain NumPy formula and, where installed, torch and onnxruntime.
+
+Each function takes a case and the number of threads and returns a call without arguments, or None for what that
+library does not offer. All of them read the same arrays; what a user would prepare once is prepared outside the call.
+"""
+
+import importlib.util
+import math
+
+import numpy as np
+
+import mha_fast
+import mha_fast.reference
+
+
+def plain_attention(query, key, value, mask=None):
+    scores = query @ key.swapaxes(-1, -2) * query.dtype.type(1 / math.sqrt(query.shape[-1]))
+    scores = scores if mask is None else scores + mask
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights @ value / weights.sum(-1, keepdims=True)
+
+
+def plain(case, threads):
+    """Heads of one group stand on an axis of their own, so that key and value are not repeated."""
+    inputs, weights, options = case.arrays()
+    mask = case.additive_mask(options)
+    if case.kind == "layer":
+        (x,) = inputs
+        split = (case.batch, case.q_len, case.num_heads, case.head_dim)
+
+        def layer():
+            q, k, v = ((x @ weights[f"W_{n}"] + weights[f"b_{n}"]).reshape(split).swapaxes(1, 2) for n in "qkv")
+            joined = plain_attention(q, k, v, mask).swapaxes(1, 2).reshape(x.shape)
+            return joined @ weights["W_o"] + weights["b_o"]
+
+        return layer
+    query, key, value = inputs if case.layout == "bhld" else (x.swapaxes(1, 2) for x in inputs)
+    if case.layout == "blhd":
+        return lambda: plain_attention(query, key, value, mask).swapaxes(1, 2)
+    if case.kv_heads == case.num_heads:
+        return lambda: plain_attention(query, key, value, mask)
+    grouped = query.reshape(case.batch, case.kv_heads, -1, case.q_len, case.head_dim)
+    key, value = key[:, :, None], value[:, :, None]
+    mask = None if mask is None else mask[:, :, None]
+    return lambda: plain_attention(grouped, key, value, mask).reshape(query.shape)
+
+
+def of_module(module, case):
+    inputs, weights, options = case.arrays()
+    if case.kind == "layer":
+        layer = module.MultiHeadAttention(case.num_hiddens, case.num_heads, bias=True)
+        for name, array in weights.items():
+            setattr(layer, name, array)
+        (x,) = inputs
+        return lambda: layer(x, x, x, **options)
+    return lambda: module.scaled_dot_product_attention(*inputs, **options)
+
+
+def fast(case, threads):
+    mha_fast.set_num_threads(threads)
+    return of_module(mha_fast, case)
+
+
+def reference(case, threads):
+    return of_module(mha_fast.reference, case)
+
+
+def torch(case, threads):
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention as attention
+
+    torch.set_num_threads(threads)
+    inputs, weights, options = case.arrays()
+    lengths = torch.from_numpy(case.lengths())
+    if case.kind == "layer":
+        layer = torch.nn.MultiheadAttention(case.num_hiddens, case.num_heads, batch_first=True).eval()
+        layer = layer.to(getattr(torch, case.dtype))
+        with torch.no_grad():
+            layer.in_proj_weight.copy_(torch.from_numpy(np.concatenate([weights[f"W_{n}"].T for n in "qkv"])))
+            layer.in_proj_bias.copy_(torch.from_numpy(np.concatenate([weights[f"b_{n}"] for n in "qkv"])))
+            layer.out_proj.weight.copy_(torch.from_numpy(weights["W_o"].T.copy()))
+            layer.out_proj.bias.copy_(torch.from_numpy(weights["b_o"]))
+        x = torch.from_numpy(inputs[0])
+        padding = torch.arange(case.kv_len) >= lengths[:, None] if case.ragged else None
+
+        def call():
+            return layer(x, x, x, key_padding_mask=padding, need_weights=False)[0]
+    else:
+        blhd = case.layout == "blhd"
+        query, key, value = (torch.from_numpy(x).transpose(1, 2) if blhd else torch.from_numpy(x) for x in inputs)
+        given = {"enable_gqa": True} if "enable_gqa" in options else {}
+        if case.is_causal == "upper_left":
+            given["is_causal"] = True
+        elif case.mask:
+            given["attn_mask"] = torch.from_numpy(options["attn_mask"])
+        elif case.ragged or case.is_causal:
+            given["attn_mask"] = torch.from_numpy(case.additive_mask(options) == 0)
+
+        def call():
+            result = attention(query, key, value, **given)
+            return result.transpose(1, 2) if blhd else result
+
+    def without_gradients():
+        with torch.inference_mode():
+            return call().numpy()
+
+    return without_gradients
+
+
+def onnxruntime(case, threads):
+    """Its MultiHeadAttention takes (batch, length, heads * depth) and has neither groups nor lower-right causal."""
+    if case.kind != "attention" or case.dtype != "float32" or case.mask or case.ragged:
+        return None
+    if case.is_causal == "lower_right" or case.kv_heads != case.num_heads:
+        return None
+    import onnxruntime
+    from onnx import TensorProto, helper
+
+    inputs, _, _ = case.arrays()
+    by_length = [x if case.layout == "blhd" else x.swapaxes(1, 2) for x in inputs]
+    feeds = {name: x.reshape(*x.shape[:2], -1) for name, x in zip("qkv", by_length, strict=True)}
+    causal = int(case.is_causal == "upper_left")
+    node = helper.make_node(
+        "MultiHeadAttention", ["q", "k", "v"], ["o"],
+        domain="com.microsoft", num_heads=case.num_heads, unidirectional=causal,
+    )  # fmt: skip
+    declared = {n: helper.make_tensor_value_info(n, TensorProto.FLOAT, ["b", f"l{n}", "d"]) for n in "qkvo"}
+    graph = helper.make_graph([node], "attention", [declared[n] for n in "qkv"], [declared["o"]])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    shape = (case.batch, case.q_len, case.num_heads, case.head_dim)
+
+    def call():
+        result = session.run(["o"], feeds)[0].reshape(shape)
+        return result if case.layout == "blhd" else result.swapaxes(1, 2)
+
+    return call
+
+
+CONTESTANTS = {"mha_fast": fast, "plain": plain, "reference": reference}
+if importlib.util.find_spec("torch"):
+    CONTESTANTS["torch"] = torch
+if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
+    CONTESTANTS["onnxruntime"] = onnxruntime

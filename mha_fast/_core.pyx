@@ -1,0 +1,423 @@
+"""From ndarrays to the C core's parameter struct: recognise or validate, fill, call, return. No arithmetic on data."""
+
+import numpy as np
+
+cimport numpy as cnp
+from cpython.dict cimport PyDict_GetItem
+from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t
+
+from mha_fast._mha cimport (
+    MHA_BOOL,
+    MHA_ERR_DTYPE,
+    MHA_ERR_ISA,
+    MHA_ERR_SHAPE,
+    MHA_F32,
+    MHA_F64,
+    MHA_I64,
+    MHA_ISA_COUNT,
+    MHA_MAX_LEAD,
+    MHA_OK,
+    mha_array,
+    mha_compiler,
+    mha_dtype,
+    mha_estimated_ns,
+    mha_exp2,
+    mha_few_rows,
+    mha_forward,
+    mha_isa,
+    mha_isa_built,
+    mha_isa_name,
+    mha_isa_tiles,
+    mha_isa_usable,
+    mha_key_block,
+    mha_key_split,
+    mha_openmp_max_threads,
+    mha_openmp_version,
+    mha_params,
+    mha_pause_threads,
+    mha_status,
+    mha_tiles,
+    mha_workspace_bytes,
+)
+
+from mha_fast import _validate
+
+cnp.import_array()
+
+# A call of less than this keeps the GIL: giving it up may mean waiting behind another thread's switch interval.
+cdef double RELEASE_GIL_NS = 20e3
+cdef int OPENMP_MAX_AT_IMPORT = mha_openmp_max_threads()
+
+# The module that holds the default thread count and the level; set by it, read by every call.
+cdef dict config = None
+
+
+def bind_config(dict namespace):
+    """Read `num_threads` and `level` from this namespace from now on."""
+    global config
+    config = namespace
+
+
+# ---- filling the struct
+
+cdef inline mha_dtype dtype_of(cnp.ndarray array) noexcept:
+    cdef int num = cnp.PyArray_TYPE(array)
+    if num == cnp.NPY_FLOAT32:
+        return MHA_F32
+    if num == cnp.NPY_FLOAT64:
+        return MHA_F64
+    return MHA_BOOL if num == cnp.NPY_BOOL else MHA_I64
+
+
+cdef void fill(mha_array *a, cnp.ndarray array, int lead, int head, int row, int col) noexcept:
+    """Describe an array by its axes: `lead` leading ones, then the numbers of head, row and column (-1: has none)."""
+    cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(array)
+    cdef cnp.npy_intp size = cnp.PyArray_ITEMSIZE(array)
+    cdef int d
+    a.data = <char *> cnp.PyArray_DATA(array)
+    a.dtype = dtype_of(array)
+    a.head = strides[head] // size if head >= 0 else 0
+    a.row = strides[row] // size if row >= 0 else 0
+    a.col = strides[col] // size if col >= 0 else 0
+    for d in range(lead):
+        a.lead[d] = strides[d] // size
+
+
+cdef void leave_out(mha_params *p) noexcept:
+    """No optional array yet."""
+    p.mask.data = NULL
+    p.lengths.data = NULL
+    p.offset.data = NULL
+    p.lse.data = NULL
+    p.weights.data = NULL
+    p.lse.head = p.lse.row = p.lse.col = 0
+    p.weights.head = p.weights.row = p.weights.col = 0
+    p.mask.col = 0
+    p.mask.dtype = MHA_BOOL
+
+
+cdef int resolve_threads(object num_threads) except -1:
+    """The thread count of a call: the argument, else the default, capped where threadpoolctl has lowered OpenMP's maximum."""
+    cdef int threads, most
+    if num_threads is not None:
+        return num_threads
+    threads = <object> PyDict_GetItem(config, "num_threads")
+    most = mha_openmp_max_threads()
+    return most if most < OPENMP_MAX_AT_IMPORT and most < threads else threads
+
+
+cdef void fill_sizes(mha_params *p, cnp.ndarray query, cnp.ndarray key, cnp.ndarray value, int lead, int head, int row):
+    """Sizes and strides of arrays whose heads and rows are these axes."""
+    cdef int d
+    p.isa = <mha_isa> <int> <object> PyDict_GetItem(config, "level")
+    p.lead_ndim = lead
+    for d in range(lead):
+        p.lead_shape[d] = cnp.PyArray_DIM(query, d)
+    p.num_heads = cnp.PyArray_DIM(query, head) if head >= 0 else 1
+    p.num_kv_heads = cnp.PyArray_DIM(key, head) if head >= 0 else 1
+    p.q_len = cnp.PyArray_DIM(query, row)
+    p.kv_len = cnp.PyArray_DIM(key, row)
+    p.head_dim = cnp.PyArray_DIM(query, cnp.PyArray_NDIM(query) - 1)
+    p.value_dim = cnp.PyArray_DIM(value, cnp.PyArray_NDIM(value) - 1)
+    fill(&p.query, query, lead, head, row, cnp.PyArray_NDIM(query) - 1)
+    fill(&p.key, key, lead, head, row, cnp.PyArray_NDIM(key) - 1)
+    fill(&p.value, value, lead, head, row, cnp.PyArray_NDIM(value) - 1)
+
+
+# ---- the call
+
+cdef int run(mha_params *p) except -1:
+    """Call the core with a workspace of its own."""
+    cdef int64_t size = mha_workspace_bytes(p)
+    cdef mha_status status
+    if size < 0:
+        raise MemoryError("the workspace would be larger than the address space")
+    cdef void *workspace = PyMem_RawMalloc(<size_t> size)
+    if workspace == NULL:
+        raise MemoryError(f"no memory for a workspace of {size} bytes")
+    if mha_estimated_ns(p) > RELEASE_GIL_NS:
+        with nogil:
+            status = mha_forward(p, workspace, size)
+    else:
+        status = mha_forward(p, workspace, size)
+    PyMem_RawFree(workspace)
+    if status != MHA_OK:
+        names = {MHA_ERR_ISA: "level", MHA_ERR_SHAPE: "shape", MHA_ERR_DTYPE: "dtype"}
+        raise RuntimeError(f"the C core refused a checked call: {names.get(status, 'workspace')}; this is a bug in mha_fast")
+    return 0
+
+
+def attend(call):
+    """The result of a validated call (`_validate.Call`)."""
+    cdef mha_params p
+    cdef cnp.ndarray query = call.query, key = call.key, value = call.value, out, lse, weights
+    cdef int lead = cnp.PyArray_NDIM(query) - 3
+    leave_out(&p)
+    fill_sizes(&p, query, key, value, lead, lead, lead + 1)
+    p.dtype = MHA_F32 if call.dtype == np.float32 else MHA_F64
+    p.scale = call.scale
+    p.num_threads = resolve_threads(call.num_threads)
+    p.causal = call.causal
+    if call.mask is not None:
+        fill(&p.mask, call.mask, lead, lead, lead + 1, lead + 2)
+    if call.lengths is not None:
+        fill(&p.lengths, call.lengths, lead, -1, lead, -1)
+    fill(&p.offset, call.offset, lead, -1, -1, -1)
+
+    result = np.empty(call.shape, call.dtype) if call.out_object is None else call.out_object
+    out = call.out if call.out_object is not None else _validate.heads_first(result, call.layout)
+    fill(&p.out, out, lead, lead, lead + 1, lead + 2)
+    results = [result]
+    rows = call.query.shape[:-1]
+    if call.return_lse:
+        lse = np.empty(rows, call.dtype)
+        fill(&p.lse, lse, lead, lead, lead + 1, -1)
+        results.append(lse if call.num_head_axes else lse[0])
+    if call.return_weights:
+        # the core writes only the weights of visible keys
+        weights = np.zeros((*rows, p.kv_len), call.dtype)
+        fill(&p.weights, weights, lead, lead, lead + 1, -1)
+        results.append(weights if call.num_head_axes else weights[0])
+    run(&p)
+    return tuple(results) if len(results) > 1 else result
+
+
+# ---- the common case, recognised by exact tests that raise nothing
+
+cdef inline bint is_plain(object x, int num, int ndim) noexcept:
+    """An ndarray (no subclass) of this dtype, native, aligned, with this many dimensions."""
+    return (
+        cnp.PyArray_CheckExact(x)
+        and cnp.PyArray_TYPE(<cnp.ndarray> x) == num
+        and cnp.PyArray_NDIM(<cnp.ndarray> x) == ndim
+        and cnp.PyArray_ISBEHAVED_RO(<cnp.ndarray> x)
+    )
+
+
+cdef bint plain_mask(mha_array *a, object mask, int num, mha_params *p) noexcept:
+    """Describe a mask that broadcasts to (*lead, heads, q_len, kv_len); False where it is not a plain one."""
+    cdef cnp.ndarray array
+    cdef int d, axis, ndim, lead = <int> p.lead_ndim
+    cdef int64_t wanted, size, stride
+    if not cnp.PyArray_CheckExact(mask):
+        return False
+    array = mask
+    ndim = cnp.PyArray_NDIM(array)
+    if not (is_plain(mask, cnp.NPY_BOOL, ndim) or is_plain(mask, num, ndim)) or ndim < 1 or ndim > lead + 3:
+        return False
+    a.data = <char *> cnp.PyArray_DATA(array)
+    a.dtype = dtype_of(array)
+    for d in range(lead + 3):
+        axis = d - (lead + 3 - ndim)
+        size = cnp.PyArray_DIM(array, axis) if axis >= 0 else 1
+        stride = cnp.PyArray_STRIDE(array, axis) // cnp.PyArray_ITEMSIZE(array) if size != 1 else 0
+        if d < lead:
+            wanted = p.lead_shape[d]
+            a.lead[d] = stride
+        elif d == lead:
+            wanted = p.num_heads
+            a.head = stride
+        elif d == lead + 1:
+            wanted = p.q_len
+            a.row = stride
+        else:
+            wanted = p.kv_len
+            a.col = stride
+        if size != wanted and size != 1:
+            return False
+    return True
+
+
+cdef bint plain_lengths(mha_array *a, object lengths, mha_params *p) noexcept:
+    """Describe int64 lengths of shape lead or lead + (q_len,); False where they are not plain ones."""
+    cdef cnp.ndarray array
+    cdef int d, ndim, lead = <int> p.lead_ndim
+    if not cnp.PyArray_CheckExact(lengths):
+        return False
+    array = lengths
+    ndim = cnp.PyArray_NDIM(array)
+    if ndim < lead or ndim > lead + 1 or not is_plain(lengths, cnp.NPY_INT64, ndim):
+        return False
+    for d in range(lead):
+        if cnp.PyArray_DIM(array, d) != p.lead_shape[d]:
+            return False
+    if ndim == lead + 1 and cnp.PyArray_DIM(array, lead) != p.q_len:
+        return False
+    fill(a, array, lead, -1, lead if ndim == lead + 1 else -1, -1)
+    return True
+
+
+cdef bint plain_inputs(mha_params *p, object query, object key, object value, object layout, object enable_gqa) noexcept:
+    """Describe three plain arrays of one dtype whose shapes fit without broadcasting, head axis included."""
+    cdef int num, ndim, d, head, row
+    cdef cnp.npy_intp *q
+    cdef cnp.npy_intp *k
+    cdef cnp.npy_intp *v
+    if not cnp.PyArray_CheckExact(query):
+        return False
+    num = cnp.PyArray_TYPE(<cnp.ndarray> query)
+    ndim = cnp.PyArray_NDIM(<cnp.ndarray> query)
+    if (num != cnp.NPY_FLOAT32 and num != cnp.NPY_FLOAT64) or ndim < 3:
+        return False
+    if not (is_plain(query, num, ndim) and is_plain(key, num, ndim) and is_plain(value, num, ndim)):
+        return False
+    if layout is not BHLD and layout is not BLHD:
+        return False
+    head, row = (ndim - 3, ndim - 2) if layout is BHLD else (ndim - 2, ndim - 3)
+    q = cnp.PyArray_DIMS(<cnp.ndarray> query)
+    k = cnp.PyArray_DIMS(<cnp.ndarray> key)
+    v = cnp.PyArray_DIMS(<cnp.ndarray> value)
+    for d in range(ndim - 3):
+        if q[d] != k[d] or q[d] != v[d]:
+            return False
+    if k[row] != v[row] or k[head] != v[head] or q[ndim - 1] != k[ndim - 1]:
+        return False
+    if q[head] != k[head] and not (enable_gqa is True and k[head] > 0 and q[head] % k[head] == 0):
+        return False
+    if q[ndim - 1] == 0:
+        return False  # the default scale would divide by it
+    fill_sizes(p, query, key, value, ndim - 3, head, row)
+    p.dtype = MHA_F32 if num == cnp.NPY_FLOAT32 else MHA_F64
+    return True
+
+
+cdef str BHLD = "bhld"
+cdef str BLHD = "blhd"
+cdef int64_t ZERO = 0
+
+
+cdef object attend_plain(mha_params *p, object query, object value, object layout, bint return_lse):
+    """The result of the common case; all but the results is filled in."""
+    cdef int ndim = cnp.PyArray_NDIM(<cnp.ndarray> query), lead = ndim - 3, num
+    cdef int head = lead if layout is BHLD else lead + 1, row = lead + 1 if layout is BHLD else lead
+    cdef cnp.npy_intp shape[MHA_MAX_LEAD + 3]
+    cdef int d
+    cdef cnp.ndarray out, lse
+    num = cnp.PyArray_TYPE(<cnp.ndarray> query)
+    for d in range(ndim - 1):
+        shape[d] = cnp.PyArray_DIM(<cnp.ndarray> query, d)
+    shape[ndim - 1] = p.value_dim
+    out = cnp.PyArray_EMPTY(ndim, shape, num, 0)
+    fill(&p.out, out, lead, head, row, ndim - 1)
+    if not return_lse:
+        run(p)
+        return out
+    shape[lead] = p.num_heads
+    shape[lead + 1] = p.q_len
+    lse = cnp.PyArray_EMPTY(ndim - 1, shape, num, 0)
+    fill(&p.lse, lse, lead, lead, lead + 1, -1)
+    run(p)
+    return out, lse
+
+
+def scaled_dot_product_attention(
+    query,
+    key,
+    value,
+    attn_mask=None,
+    dropout_p=0.0,
+    is_causal=False,
+    *,
+    scale=None,
+    enable_gqa=False,
+    valid_lens=None,
+    q_offset=None,
+    layout="bhld",
+    return_lse=False,
+    return_weights=False,
+    out=None,
+    num_threads=None,
+):
+    cdef mha_params p
+    cdef int d
+    if (
+        out is None
+        and return_weights is False
+        and (return_lse is False or return_lse is True)
+        and q_offset is None
+        and type(dropout_p) is float
+        and <double> dropout_p == 0.0
+        and num_threads is None
+        and (enable_gqa is False or enable_gqa is True)
+        and (scale is None or (type(scale) is float and -1e30 < <double> scale < 1e30))
+        and (is_causal is False or is_causal is True)
+        and plain_inputs(&p, query, key, value, layout, enable_gqa)
+        and (is_causal is False or p.q_len >= p.kv_len)
+    ):
+        leave_out(&p)
+        if (attn_mask is None or plain_mask(&p.mask, attn_mask, cnp.PyArray_TYPE(<cnp.ndarray> query), &p)) and (
+            valid_lens is None or plain_lengths(&p.lengths, valid_lens, &p)
+        ):
+            p.scale = 1.0 / (<double> p.head_dim) ** 0.5 if scale is None else <double> scale
+            p.num_threads = resolve_threads(None)
+            p.causal = is_causal is True
+            p.offset.data = <char *> &ZERO
+            p.offset.dtype = MHA_I64
+            for d in range(<int> p.lead_ndim):
+                p.offset.lead[d] = 0
+            return attend_plain(&p, query, value, layout, return_lse is True)
+    return attend(
+        _validate.attention_call(
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            is_causal,
+            scale,
+            enable_gqa,
+            valid_lens,
+            q_offset,
+            layout,
+            return_lse,
+            return_weights,
+            out,
+            num_threads,
+        )
+    )
+
+
+# ---- what the build and the machine offer
+
+def levels():
+    """The levels by name: (number, usable here), for those that this build holds, in ascending preference."""
+    return {
+        mha_isa_name(<mha_isa> isa).decode(): (isa, bool(mha_isa_usable(<mha_isa> isa)))
+        for isa in range(MHA_ISA_COUNT)
+        if mha_isa_built(<mha_isa> isa)
+    }
+
+
+def build_info():
+    """Facts of the build: compiler, OpenMP version (0 without), and the sizes that the arithmetic depends on."""
+    return {
+        "compiler": mha_compiler().decode(),
+        "openmp": mha_openmp_version(),
+        "few_rows": mha_few_rows(),
+        "key_block": mha_key_block(),
+        "key_split": mha_key_split(),
+    }
+
+
+def tiles(int level):
+    """The tile sizes of a level for each compute dtype."""
+    cdef mha_tiles t
+    result = {}
+    for name, dtype in (("float32", MHA_F32), ("float64", MHA_F64)):
+        t = mha_isa_tiles(<mha_isa> level, dtype)
+        result[name] = {"lanes": t.lanes, "panel": t.panel, "key_tile": t.key_tile, "row_tile": t.row_tile}
+    return result
+
+
+def pause_threads():
+    """End the OpenMP workers of the calling thread, so that it may fork; the next call starts new ones."""
+    mha_pause_threads()
+
+
+def exp2(cnp.ndarray x, int level):
+    """2**x by the vector exponential of a level, for tests: x is C-contiguous float32 or float64, x <= 0 or NaN."""
+    result = np.empty_like(x)
+    mha_exp2(<mha_isa> level, dtype_of(x), cnp.PyArray_DATA(x), cnp.PyArray_DATA(<cnp.ndarray> result), x.size)
+    return result

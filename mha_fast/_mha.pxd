@@ -1,0 +1,62 @@
+"""The C interface, as src/mha.h declares it."""
+
+from libc.stdint cimport int64_t
+
+cdef extern from "mha.h" nogil:
+    enum:
+        MHA_MAX_LEAD
+
+    ctypedef enum mha_status:
+        MHA_OK
+        MHA_ERR_ISA
+        MHA_ERR_SHAPE
+        MHA_ERR_DTYPE
+        MHA_ERR_WORKSPACE
+
+    ctypedef enum mha_dtype:
+        MHA_F32
+        MHA_F64
+        MHA_BOOL
+        MHA_I64
+
+    ctypedef enum mha_isa:
+        MHA_ISA_COUNT
+
+    ctypedef struct mha_array:
+        char *data
+        mha_dtype dtype
+        int64_t head, row, col
+        int64_t lead[MHA_MAX_LEAD]
+
+    ctypedef struct mha_params:
+        mha_isa isa
+        mha_dtype dtype
+        int num_threads
+        int causal
+        double scale
+        int64_t lead_ndim
+        int64_t lead_shape[MHA_MAX_LEAD]
+        int64_t num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim
+        mha_array query, key, value, mask, lengths, offset, out, lse, weights
+
+    ctypedef struct mha_tiles:
+        int lanes, panel, key_tile, row_tile
+
+    int64_t mha_workspace_bytes(const mha_params *params) noexcept
+    mha_status mha_forward(const mha_params *params, void *workspace, int64_t workspace_bytes) noexcept
+    double mha_estimated_ns(const mha_params *params) noexcept
+
+    const char *mha_isa_name(mha_isa isa) noexcept
+    int mha_isa_built(mha_isa isa) noexcept
+    int mha_isa_usable(mha_isa isa) noexcept
+    mha_tiles mha_isa_tiles(mha_isa isa, mha_dtype dtype) noexcept
+    int mha_few_rows() noexcept
+    int mha_key_block() noexcept
+    int mha_key_split() noexcept
+
+    const char *mha_compiler() noexcept
+    int mha_openmp_version() noexcept
+    int mha_openmp_max_threads() noexcept
+    void mha_pause_threads() noexcept
+
+    void mha_exp2(mha_isa isa, mha_dtype dtype, const void *src, void *dst, int64_t count) noexcept

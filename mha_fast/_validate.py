@@ -1,0 +1,825 @@
+"""Every rule about arguments: types, dtypes, shapes, broadcasting, and the errors.
+
+Both implementations call these functions and nothing else checks what a user passes, so both
+raise the same exception with the same text. A wrong type or dtype is a TypeError, a wrong shape
+or value a ValueError; the text names the argument, what came, and what was expected. Nothing of
+the caller's is changed, and nothing is computed from array values except what a length or an
+offset means.
+
+Words: `lead` is the shape before the head axis, H and Hkv are the query and key/value heads,
+L the queries, S the keys, E the width of a query and a key, Ev that of a value.
+"""
+
+import math
+import numbers
+import operator
+import sys
+import warnings
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_PACKAGE = __name__.partition(".")[0]
+_FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+_SUPPORTED = "float32 and float64 are supported, bool and integers become float64"
+_LAYOUTS = ("bhld", "blhd")
+_ALIGNMENTS = ("upper_left", "lower_right")
+
+# More threads than any machine has cores only cost; and where the system refuses to start one, the OpenMP runtime ends
+# the process.
+MAX_THREADS = 1024
+# Offsets beyond this see all keys or none; i + offset then stays inside int64 for every i.
+_MAX_OFFSET = 2**62
+# Candidates that the exact overlap test may try; views that one array's slicing and transposing
+# gives are decided within a few dozen.
+_OVERLAP_WORK = 10_000
+
+_CAUSAL_WARNING = (
+    "is_causal=True with more keys than queries: query i sees keys 0 to i (the upper-left corner), "
+    'which is seldom meant. Say is_causal="lower_right" where the last query sees the last key, '
+    "q_offset= where the position of the first query is known, or "
+    'is_causal="upper_left" to keep this meaning without the warning.'
+)
+
+
+class Call(NamedTuple):
+    """One attention call after every check; no field needs another one.
+
+    The arrays are heads first whatever the caller's layout, 2-D inputs have a head axis of size
+    1, leading axes are broadcast views. Inputs keep their storage dtype, float32 or float64.
+    """
+
+    query: np.ndarray  # (*lead, H, L, E)
+    key: np.ndarray  # (*lead, Hkv, S, E)
+    value: np.ndarray  # (*lead, Hkv, S, Ev)
+    mask: np.ndarray | None  # (*lead, H, L, S) bool, float32 or float64
+    lengths: np.ndarray | None  # (*lead, L) int64 in 0..S: key j is visible iff j < length
+    causal: bool
+    offset: np.ndarray  # (*lead,) int64: if causal, query i sees key j iff j <= i + offset
+    scale: float
+    dtype: np.dtype  # of the result and of the computation
+    shape: tuple[int, ...]  # of the result, as the caller sees it
+    out: np.ndarray | None  # (*lead, H, L, Ev), a view of out_object
+    out_object: Any  # the very object to return, or None
+    num_head_axes: int  # 0 if the results have no head axis
+    layout: str
+    return_lse: bool
+    return_weights: bool
+    num_threads: int | None
+
+
+class LayerCall(NamedTuple):
+    """One call of a MultiHeadAttention layer after every check but those of the masks."""
+
+    queries: np.ndarray  # (batch, L, width of W_q)
+    keys: np.ndarray  # (batch, S, width of W_k)
+    values: np.ndarray  # (batch, S, width of W_v)
+    W_q: np.ndarray  # (width of queries, num_heads * depth)
+    W_k: np.ndarray  # (width of keys, num_kv_heads * depth)
+    W_v: np.ndarray  # (width of values, num_kv_heads * depth)
+    W_o: np.ndarray  # (num_heads * depth, num_hiddens)
+    b_q: np.ndarray  # biases are already in `dtype`
+    b_k: np.ndarray
+    b_v: np.ndarray
+    b_o: np.ndarray
+    num_heads: int
+    num_kv_heads: int
+    depth: int
+    dtype: np.dtype
+    shape: tuple[int, int, int]  # (batch, L, num_hiddens)
+    out: np.ndarray | None
+    out_object: Any
+    need_weights: bool
+
+
+class FFNCall(NamedTuple):
+    """One call of a PositionWiseFFN after every check."""
+
+    X: np.ndarray  # (..., width)
+    W_1: np.ndarray  # (width, hidden)
+    b_1: np.ndarray  # (hidden,), already in `dtype`
+    W_2: np.ndarray  # (hidden, result width)
+    b_2: np.ndarray
+    dtype: np.dtype
+
+
+# ---------------------------------------------------------------- single values
+
+
+def _show(value):
+    """The value as an error text quotes it: one short line, whatever it is."""
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape}"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a repr may fail: integers of more than 4300 digits do
+        text = f"of type {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def flag(value, name):
+    """The value as a bool; numbers are refused, 1 is more often a misplaced argument."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {_show(value)}; expected True or False")
+    return bool(value)
+
+
+def positive_integer(value, name):
+    """The value as an int of at least 1."""
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is {_show(value)}; expected an integer")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {_show(value)}; expected an integer") from None
+    if number < 1:
+        raise ValueError(f"{name} is {_show(number)}; expected at least 1")
+    return number
+
+
+def thread_count(value, name):
+    """A number of threads as an int, or None as None (the default applies)."""
+    if value is None:
+        return None
+    number = positive_integer(value, name)
+    if number > MAX_THREADS:
+        raise ValueError(f"{name} is {_show(number)}; expected at most {MAX_THREADS}")
+    return number
+
+
+def _finite_number(value, name):
+    """The value as a finite float; takes Python and NumPy numbers and 0-d arrays."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {_show(value)}; expected a real number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ValueError(f"{name} is {_show(value)}; expected a finite number")
+    return number
+
+
+def _no_dropout(dropout_p):
+    number = isinstance(dropout_p, numbers.Real) and not isinstance(dropout_p, (bool, np.bool_))
+    if not number or dropout_p != 0:
+        raise ValueError(f"dropout_p is {_show(dropout_p)}; only 0.0 is accepted for now")
+
+
+def dropout_rate(value):
+    """A layer's dropout as a float in [0, 1)."""
+    rate = _finite_number(value, "dropout")
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"dropout is {_show(value)}; expected 0 <= dropout < 1")
+    return rate
+
+
+def _choice(value, name, choices):
+    listed = " or ".join(f'"{choice}"' for choice in choices)
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {_show(value)}; expected {listed}")
+    if value not in choices:
+        raise ValueError(f"{name} is {_show(value)}; expected {listed}")
+    return str(value)
+
+
+def _causal_alignment(is_causal):
+    """False, True, "upper_left" or "lower_right"."""
+    if isinstance(is_causal, (bool, np.bool_)):
+        return bool(is_causal)
+    if not isinstance(is_causal, str) or is_causal not in _ALIGNMENTS:
+        kind = ValueError if isinstance(is_causal, str) else TypeError
+        raise kind(f'is_causal is {_show(is_causal)}; expected True, False, "upper_left" or "lower_right"')
+    return str(is_causal)
+
+
+def layer_dtype(dtype):
+    """The dtype of a layer's weights: float32 or float64, None means float64."""
+    if dtype is None:
+        return _FLOAT64
+    try:
+        found = np.dtype(dtype)
+    except Exception:  # numpy.dtype parses strings and may raise SyntaxError too
+        raise TypeError(f"dtype is {_show(dtype)}; expected float32 or float64") from None
+    if found.type not in (np.float32, np.float64):
+        raise TypeError(f"dtype is {found}; expected float32 or float64")
+    return np.dtype(found.type)
+
+
+def generator(rng):
+    """A numpy Generator from an int or a Generator; None stays None (numpy.random.rand)."""
+    if rng is None or isinstance(rng, np.random.Generator):
+        return rng
+    if isinstance(rng, (bool, np.bool_)) or not isinstance(rng, numbers.Integral):
+        raise TypeError(f"rng is {_show(rng)}; expected None, an int or a numpy.random.Generator")
+    if rng < 0:
+        raise ValueError(f"rng is {_show(rng)}; expected a seed of at least 0")
+    return np.random.default_rng(int(rng))
+
+
+# ---------------------------------------------------------------- single arrays
+
+
+def as_array(value, name):
+    """The value as a plain ndarray, without a copy where it is one in memory.
+
+    Takes ndarrays and subclasses, nested sequences, `__array__`, buffers, and CPU objects that
+    only have `__dlpack__`.
+    """
+    masked = isinstance(value, np.ma.MaskedArray) and value.dtype.names is None
+    if masked and np.any(np.ma.getmaskarray(value)):
+        raise ValueError(
+            f"{name} is a masked array with masked entries; fill them, and hide keys with attn_mask or valid_lens"
+        )
+    try:
+        if hasattr(value, "__dlpack__") and not hasattr(value, "__array__"):
+            return np.from_dlpack(value)
+        return np.asarray(value)
+    except MemoryError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{name} cannot be converted to an array: {error}") from error
+    except Exception as error:  # a foreign __array__ or __dlpack__ raises what it likes
+        raise TypeError(f"{name} cannot be converted to an array: {error}") from error
+
+
+def _storage_dtype(dtype, name):
+    """The dtype in which the computation reads an array of this dtype."""
+    if dtype.type in (np.float32, np.float64):
+        return np.dtype(dtype.type)
+    if dtype.kind in "biu":
+        return _FLOAT64
+    raise TypeError(f"{name} has dtype {dtype}; {_SUPPORTED}")
+
+
+def _converted(array, dtype):
+    """A copy in `dtype`, native and aligned; an axis of stride 0 is copied once and repeated."""
+    once = array[(..., *(slice(0, 1) if step == 0 else slice(None) for step in array.strides))]
+    with np.errstate(all="ignore"):
+        copy = once.astype(dtype)
+    return copy if copy.shape == array.shape else np.broadcast_to(copy, array.shape)
+
+
+def _addressable(array):
+    """True if element strides reach every element: aligned, no stride inside an element."""
+    return array.flags.aligned and not any(step % array.itemsize for step in array.strides)
+
+
+def _readable(array, dtype):
+    """The array in `dtype`, and as the kernels read it; copied only if it is not so already."""
+    if array.dtype == dtype and _addressable(array):
+        return array
+    return _converted(array, dtype)
+
+
+def _input(array, name):
+    return _readable(array, _storage_dtype(array.dtype, name))
+
+
+def _check_size(shape, itemsize, name):
+    """NumPy counts bytes in a signed word; leave the text of its own error to nobody."""
+    # Axes of size 0 do not make the other axes' strides smaller: NumPy leaves them out too.
+    if math.prod(size or 1 for size in shape) * itemsize > sys.maxsize:
+        raise ValueError(f"{name} would have shape {shape}, more than an array can hold")
+
+
+def _broadcast(array, shape, name):
+    if array.shape == shape:
+        return array
+    _check_size(shape, array.itemsize, name)
+    return np.broadcast_to(array, shape)
+
+
+def _fits(shape, target):
+    """True if `shape` broadcasts to `target` from the right, as NumPy does it."""
+    return len(shape) <= len(target) and all(
+        size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(target), strict=False)
+    )
+
+
+def _clipped(integers, low, high):
+    """An integer array of any width as int64 within low..high, low <= 0 <= high."""
+    if integers.dtype.kind == "u":
+        return np.minimum(integers.astype(np.uint64), np.uint64(high)).astype(np.int64)
+    return np.clip(integers.astype(np.int64), low, high)
+
+
+# ---------------------------------------------------------------- shapes of one attention call
+
+
+class _Sizes(NamedTuple):
+    lead: tuple[int, ...]
+    num_heads: int
+    num_kv_heads: int
+    q_len: int
+    kv_len: int
+    value_dim: int
+
+
+def heads_first(array, layout):
+    """A view (..., heads, length, width) of a caller's array; a 2-D one gets its head axis."""
+    if array.ndim == 2:
+        return array[None]
+    return array.swapaxes(-3, -2) if layout == "blhd" else array
+
+
+def _check_ranks(named):
+    for name, array in named:
+        if array.ndim < 2:
+            raise ValueError(f"{name} has shape {array.shape}; expected at least 2 dimensions: length and width")
+    ranks = [array.ndim for _, array in named]
+    if len(set(ranks)) > 1:
+        raise ValueError("query, key and value have {}, {} and {} dimensions; expected the same number".format(*ranks))
+
+
+def _lead(query, key, value):
+    """The leading shape that the three broadcast to."""
+    lead = []
+    for sizes in zip(query.shape[:-3], key.shape[:-3], value.shape[:-3], strict=True):
+        wanted = set(sizes) - {1}
+        if len(wanted) > 1:
+            raise ValueError(
+                f"the leading dimensions of query {query.shape[:-3]}, key {key.shape[:-3]} and "
+                f"value {value.shape[:-3]} do not broadcast"
+            )
+        lead.append(wanted.pop() if wanted else 1)
+    return tuple(lead)
+
+
+def _check_heads(num_heads, key_heads, value_heads, enable_gqa):
+    if key_heads != value_heads:
+        raise ValueError(f"key has {key_heads} heads but value has {value_heads}")
+    if num_heads == key_heads:
+        return
+    if not enable_gqa:
+        raise ValueError(
+            f"query has {num_heads} heads but key has {key_heads}; expected the same, or enable_gqa=True and a multiple"
+        )
+    # Zero heads before the remainder: it would be a division by zero.
+    if key_heads == 0 or num_heads % key_heads:
+        raise ValueError(f"query has {num_heads} heads, which is no multiple of the {key_heads} heads of key")
+
+
+def _sizes(query, key, value, enable_gqa):
+    """Check that heads-first views agree, and name their sizes."""
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query has width {query.shape[-1]} but key has {key.shape[-1]}")
+    if key.shape[-2] != value.shape[-2]:
+        raise ValueError(f"key has length {key.shape[-2]} but value has {value.shape[-2]}")
+    _check_heads(query.shape[-3], key.shape[-3], value.shape[-3], enable_gqa)
+    lead = _lead(query, key, value)
+    return _Sizes(lead, query.shape[-3], key.shape[-3], query.shape[-2], key.shape[-2], value.shape[-1])
+
+
+def _result_shape(sizes, layout, num_head_axes):
+    if not num_head_axes:
+        return (sizes.q_len, sizes.value_dim)
+    rows = (sizes.num_heads, sizes.q_len)
+    return (*sizes.lead, *(rows if layout == "bhld" else rows[::-1]), sizes.value_dim)
+
+
+# ---------------------------------------------------------------- who sees whom
+
+
+def _mask_dtype(dtype):
+    if dtype.kind == "b":
+        return np.dtype(bool)
+    if dtype.type in (np.float32, np.float64):
+        return np.dtype(dtype.type)
+    if dtype.type is np.float16 or dtype.name == "bfloat16":
+        return _FLOAT32  # exact
+    if dtype.kind in "iu":
+        raise TypeError(
+            f"attn_mask has dtype {dtype}; expected bool (True = may attend: attn_mask != 0) "
+            "or floating (added to the scores: attn_mask.astype(numpy.float32))"
+        )
+    raise TypeError(
+        f"attn_mask has dtype {dtype}; expected bool (True = may attend), float16, bfloat16, "
+        "float32 or float64 (added to the scores)"
+    )
+
+
+def _mask(array, sizes, num_head_axes):
+    """The caller's mask as a view (*lead, H, L, S); what it repeats stays repeated."""
+    dtype = _mask_dtype(array.dtype)
+    full = (*sizes.lead, sizes.num_heads, sizes.q_len, sizes.kv_len)
+    target = full if num_head_axes else full[1:]
+    if array.ndim == 0 or not _fits(array.shape, target):
+        raise ValueError(f"attn_mask has shape {array.shape}; expected one that broadcasts to {target}")
+    return _broadcast(_readable(array, dtype), full, "attn_mask")
+
+
+def _counted_keys(array, kv_len):
+    """Lengths as int64 in 0..S: key j is visible iff j < length, so a fraction rounds up."""
+    dtype = array.dtype
+    if dtype.kind in "iu":
+        return _clipped(array, 0, kv_len)
+    if dtype.kind != "f" and dtype.name != "bfloat16":
+        raise TypeError(f"valid_lens has dtype {dtype}; expected integers or floating numbers")
+    with np.errstate(all="ignore"):
+        counts = np.ceil(array).astype(np.float64)
+        if np.isnan(counts).any():
+            raise ValueError("valid_lens holds NaN; expected numbers")
+        # The last minimum: float(kv_len) may have been rounded up.
+        return np.minimum(np.clip(counts, 0.0, float(kv_len)).astype(np.int64), kv_len)
+
+
+def _lengths(array, sizes):
+    """The caller's lengths, int64 in their own shape: `lead` or `lead + (L,)`."""
+    expected = (sizes.lead, (*sizes.lead, sizes.q_len))
+    if array.shape not in expected:
+        raise ValueError(
+            f"valid_lens has shape {array.shape}; expected {expected[0]} or {expected[1]}: "
+            "the leading dimensions without heads, with or without the queries"
+        )
+    return _counted_keys(array, sizes.kv_len)
+
+
+def _offset_array(q_offset):
+    if isinstance(q_offset, numbers.Integral) and not isinstance(q_offset, (bool, np.bool_)):
+        # Here and not below, because an int beyond 64 bits would become an object array.
+        return np.array(max(-_MAX_OFFSET, min(int(q_offset), _MAX_OFFSET)), np.int64)
+    array = as_array(q_offset, "q_offset")
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"q_offset has dtype {array.dtype}; expected integers")
+    return array
+
+
+def _offsets(array, sizes):
+    if array.shape not in ((), sizes.lead):
+        raise ValueError(
+            f"q_offset has shape {array.shape}; expected an int or {sizes.lead}: the leading dimensions without heads"
+        )
+    return _broadcast(_clipped(array, -_MAX_OFFSET, _MAX_OFFSET), sizes.lead, "q_offset")
+
+
+def _lower_right(lengths, sizes):
+    """The offset at which the last query sees the last key of its batch element."""
+    keys = np.int64(sizes.kv_len)
+    if lengths is not None and lengths.shape == sizes.lead:
+        keys = lengths
+    return _broadcast(np.asarray(keys - np.int64(sizes.q_len)), sizes.lead, "q_offset")
+
+
+def _warn_upper_left():
+    """Warn at the first frame outside this package: the default filter then says it once there.
+
+    The text holds no sizes, for the filter counts another text as another warning.
+    """
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _inside_package(frame):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(_CAUSAL_WARNING, UserWarning, stacklevel=level)
+
+
+def _inside_package(frame):
+    name = frame.f_globals.get("__name__") or ""
+    return name == _PACKAGE or name.startswith(_PACKAGE + ".")
+
+
+# ---------------------------------------------------------------- out
+
+
+def _overlaps_itself(array):
+    """True unless the strides prove that no two elements share memory.
+
+    In the order of their strides, each axis must step over all that the axes below it span.
+    Slices, transposes and reversals of an ordinary array pass.
+    """
+    span = 0
+    for step, size in sorted((abs(s), n) for s, n in zip(array.strides, array.shape, strict=True) if n > 1):
+        if step <= span:
+            return True
+        span += step * (size - 1)
+    return False
+
+
+def _shares_memory(first, second):
+    try:
+        return np.shares_memory(first, second, max_work=_OVERLAP_WORK)
+    except np.exceptions.TooHardError:
+        return True
+
+
+def checked_out(out, shape, dtype, inputs):
+    """`out` as a plain ndarray that may be written while the named `inputs` are read."""
+    if not isinstance(out, np.ndarray) or isinstance(out, np.ma.MaskedArray):
+        raise TypeError(f"out is a {type(out).__name__}; expected a numpy.ndarray")
+    array = np.asarray(out)
+    if array.dtype != dtype:
+        raise TypeError(f"out has dtype {array.dtype}; expected {dtype}")
+    if array.shape != shape:
+        raise ValueError(f"out has shape {array.shape}; expected {shape}")
+    if not array.flags.writeable:
+        raise ValueError("out is read-only; expected a writable array")
+    if not _addressable(array):
+        raise ValueError(
+            f"out is unaligned or has strides {array.strides}; expected an aligned array whose "
+            f"strides are multiples of {array.itemsize} bytes"
+        )
+    if array.size and _overlaps_itself(array):
+        raise ValueError("out overlaps itself; expected every element in a place of its own")
+    for name, other in inputs:
+        if _shares_memory(array, other):
+            raise ValueError(f"out shares memory with {name}; expected memory of its own")
+    return array
+
+
+# ---------------------------------------------------------------- one attention call
+
+
+def _effective_scale(scale, head_dim, dtype):
+    if scale is None:
+        # Without any width all scores are 0 and the scale does not matter.
+        return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+    if abs(scale) > float(np.finfo(dtype).max):
+        raise ValueError(f"scale is {scale}; expected a number within the range of {dtype}")
+    return scale
+
+
+def attention_call(
+    query,
+    key,
+    value,
+    attn_mask,
+    dropout_p,
+    is_causal,
+    scale,
+    enable_gqa,
+    valid_lens,
+    q_offset,
+    layout,
+    return_lse,
+    return_weights,
+    out,
+    num_threads,
+):
+    """Check the arguments of `scaled_dot_product_attention` and return them as a `Call`."""
+    # 1. Options that no array is needed for.
+    _no_dropout(dropout_p)
+    causal = _causal_alignment(is_causal)
+    if scale is not None:
+        scale = _finite_number(scale, "scale")
+    enable_gqa = flag(enable_gqa, "enable_gqa")
+    layout = _choice(layout, "layout", _LAYOUTS)
+    return_lse = flag(return_lse, "return_lse")
+    return_weights = flag(return_weights, "return_weights")
+    num_threads = thread_count(num_threads, "num_threads")
+    if isinstance(causal, str) and q_offset is not None:
+        raise ValueError(f'is_causal="{causal}" gives the offset; expected no q_offset beside it')
+
+    # 2. Arrays as they came: what `out` must not overlap.
+    named = [(name, as_array(x, name)) for name, x in (("query", query), ("key", key), ("value", value))]
+    for name, array in named:
+        _storage_dtype(array.dtype, name)
+    _check_ranks(named)
+    num_head_axes = int(named[0][1].ndim > 2)
+    sizes = _sizes(*(heads_first(array, layout) for _, array in named), enable_gqa)
+    query, key, value = (heads_first(_input(array, name), layout) for name, array in named)
+    dtype = np.result_type(query, key, value)
+    scale = _effective_scale(scale, query.shape[-1], dtype)
+
+    # 3. Who sees whom.
+    mask = lengths = None
+    offset = np.array(0, np.int64)
+    if attn_mask is not None:
+        named.append(("attn_mask", as_array(attn_mask, "attn_mask")))
+        mask = _mask(named[-1][1], sizes, num_head_axes)
+    if valid_lens is not None:
+        named.append(("valid_lens", as_array(valid_lens, "valid_lens")))
+        lengths = _lengths(named[-1][1], sizes)
+    if q_offset is not None:
+        named.append(("q_offset", _offset_array(q_offset)))
+        offset = named[-1][1]
+    offset = _lower_right(lengths, sizes) if causal == "lower_right" else _offsets(offset, sizes)
+    if lengths is not None:
+        if lengths.ndim == len(sizes.lead):
+            lengths = lengths[..., None]
+        lengths = _broadcast(lengths, (*sizes.lead, sizes.q_len), "valid_lens")
+
+    # 4. The result.
+    shape = _result_shape(sizes, layout, num_head_axes)
+    rows = (*sizes.lead, sizes.num_heads, sizes.q_len)
+    _check_size(shape, dtype.itemsize, "the result")
+    _check_size(rows, dtype.itemsize, "the log-sum-exp")
+    if return_weights:
+        _check_size((*rows, sizes.kv_len), dtype.itemsize, "the weights")
+    out_view = None
+    if out is not None:
+        out_view = heads_first(checked_out(out, shape, dtype, named), layout)
+
+    if causal is True and q_offset is None and sizes.q_len < sizes.kv_len:
+        _warn_upper_left()
+    return Call(
+        query=_broadcast(query, sizes.lead + query.shape[-3:], "query"),
+        key=_broadcast(key, sizes.lead + key.shape[-3:], "key"),
+        value=_broadcast(value, sizes.lead + value.shape[-3:], "value"),
+        mask=mask,
+        lengths=lengths,
+        causal=bool(causal),
+        offset=offset,
+        scale=scale,
+        dtype=dtype,
+        shape=shape,
+        out=out_view,
+        out_object=out,
+        num_head_axes=num_head_axes,
+        layout=layout,
+        return_lse=return_lse,
+        return_weights=return_weights,
+        num_threads=num_threads,
+    )
+
+
+# ---------------------------------------------------------------- layers
+
+
+def head_counts(num_hiddens, num_heads, num_kv_heads):
+    """The three numbers of a layer as ints; num_kv_heads None means num_heads."""
+    num_hiddens = positive_integer(num_hiddens, "num_hiddens")
+    num_heads = positive_integer(num_heads, "num_heads")
+    if num_hiddens % num_heads:
+        raise ValueError(
+            f"num_hiddens is {num_hiddens} and num_heads is {num_heads}; "
+            "expected num_hiddens to be a multiple of num_heads"
+        )
+    _check_size((num_hiddens, num_hiddens), _FLOAT64.itemsize, "W_q")
+    if num_kv_heads is None:
+        return num_hiddens, num_heads, num_heads
+    num_kv_heads = positive_integer(num_kv_heads, "num_kv_heads")
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads is {num_heads} and num_kv_heads is {num_kv_heads}; "
+            "expected num_heads to be a multiple of num_kv_heads"
+        )
+    return num_hiddens, num_heads, num_kv_heads
+
+
+def ffn_widths(num_hiddens, ffn_num_hiddens):
+    """The two widths of a feed-forward network as ints."""
+    num_hiddens = positive_integer(num_hiddens, "num_hiddens")
+    ffn_num_hiddens = positive_integer(ffn_num_hiddens, "ffn_num_hiddens")
+    _check_size((num_hiddens, ffn_num_hiddens), _FLOAT64.itemsize, "W_1")
+    return num_hiddens, ffn_num_hiddens
+
+
+def _three_axes(array, name, axes):
+    if array.ndim != 3:
+        raise ValueError(f"{name} has shape {array.shape}; expected 3 dimensions: {axes}")
+
+
+def _weight(layer, name, rows, columns, inputs):
+    """The layer's matrix `name` of shape (rows, columns); rows None takes any."""
+    array = as_array(getattr(layer, name), name)
+    inputs.append((name, array))
+    stored = _input(array, name)
+    if array.ndim != 2 or columns not in (None, array.shape[1]) or rows not in (None, array.shape[0]):
+        wanted = ", ".join("any" if size is None else str(size) for size in (rows, columns))
+        raise ValueError(f"{name} has shape {array.shape}; expected ({wanted})")
+    return stored
+
+
+def _bias(layer, name, size, dtype, inputs):
+    """The layer's vector `name`, cast to the dtype of the result."""
+    array = as_array(getattr(layer, name), name)
+    inputs.append((name, array))
+    _storage_dtype(array.dtype, name)
+    if array.shape != (size,):
+        raise ValueError(f"{name} has shape {array.shape}; expected ({size},)")
+    return _readable(array, dtype)
+
+
+def _check_width(array, name, weight, weight_name):
+    if array.shape[-1] != weight.shape[0]:
+        raise ValueError(
+            f"{name} has width {array.shape[-1]} but {weight_name} has shape {weight.shape}; "
+            f"expected width {weight.shape[0]}"
+        )
+
+
+def _layer_inputs(queries, keys, values):
+    """The three inputs, named, after the checks among themselves."""
+    named = [(name, as_array(x, name)) for name, x in (("queries", queries), ("keys", keys), ("values", values))]
+    for name, array in named:
+        _storage_dtype(array.dtype, name)
+        _three_axes(array, name, "(batch, length, width)")
+    queries, keys, values = (array for _, array in named)
+    for name, array in named[1:]:
+        if array.shape[0] != queries.shape[0]:
+            raise ValueError(f"queries has batch {queries.shape[0]} but {name} has {array.shape[0]}")
+    if keys.shape[1] != values.shape[1]:
+        raise ValueError(f"keys has length {keys.shape[1]} but values has {values.shape[1]}")
+    return named
+
+
+def layer_call(layer, queries, keys, values, valid_lens, attn_mask, need_weights, out):
+    """Check a call of `MultiHeadAttention.forward`; the attention inside checks the masks.
+
+    They come here too only because `out` must not overlap them. Weights and biases are the
+    layer's of this moment: users may replace or edit them between calls.
+    """
+    need_weights = flag(need_weights, "need_weights")
+    num_hiddens, num_heads, num_kv_heads = head_counts(layer.num_hiddens, layer.num_heads, layer.num_kv_heads)
+    depth = num_hiddens // num_heads
+    kv_width = num_kv_heads * depth
+
+    inputs = _layer_inputs(queries, keys, values)
+    queries, keys, values = (_input(array, name) for name, array in inputs)
+    W_q = _weight(layer, "W_q", None, num_hiddens, inputs)
+    W_k = _weight(layer, "W_k", None, kv_width, inputs)
+    W_v = _weight(layer, "W_v", None, kv_width, inputs)
+    W_o = _weight(layer, "W_o", num_hiddens, num_hiddens, inputs)
+    _check_width(queries, "queries", W_q, "W_q")
+    _check_width(keys, "keys", W_k, "W_k")
+    _check_width(values, "values", W_v, "W_v")
+    dtype = np.result_type(queries, keys, values, W_q, W_k, W_v, W_o)
+    b_q = _bias(layer, "b_q", num_hiddens, dtype, inputs)
+    b_k = _bias(layer, "b_k", kv_width, dtype, inputs)
+    b_v = _bias(layer, "b_v", kv_width, dtype, inputs)
+    b_o = _bias(layer, "b_o", num_hiddens, dtype, inputs)
+
+    shape = (queries.shape[0], queries.shape[1], num_hiddens)
+    _check_size(shape, dtype.itemsize, "the result")
+    out_array = None
+    if out is not None:
+        for name, mask in (("valid_lens", valid_lens), ("attn_mask", attn_mask)):
+            if mask is not None:
+                inputs.append((name, as_array(mask, name)))
+        out_array = checked_out(out, shape, dtype, inputs)
+    return LayerCall(
+        queries=queries,
+        keys=keys,
+        values=values,
+        W_q=W_q,
+        W_k=W_k,
+        W_v=W_v,
+        W_o=W_o,
+        b_q=b_q,
+        b_k=b_k,
+        b_v=b_v,
+        b_o=b_o,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        depth=depth,
+        dtype=dtype,
+        shape=shape,
+        out=out_array,
+        out_object=out,
+        need_weights=need_weights,
+    )
+
+
+def ffn_call(layer, X):
+    """Check a call of `PositionWiseFFN.forward`."""
+    array = as_array(X, "X")
+    stored = _input(array, "X")
+    if array.ndim == 0:
+        raise ValueError("X has shape (); expected at least 1 dimension: the width")
+    W_1 = _weight(layer, "W_1", None, None, [])
+    W_2 = _weight(layer, "W_2", W_1.shape[1], None, [])
+    _check_width(array, "X", W_1, "W_1")
+    dtype = np.result_type(stored, W_1, W_2)
+    b_1 = _bias(layer, "b_1", W_1.shape[1], dtype, [])
+    b_2 = _bias(layer, "b_2", W_2.shape[1], dtype, [])
+    _check_size((*array.shape[:-1], W_2.shape[1]), dtype.itemsize, "the result")
+    return FFNCall(stored, W_1, b_1, W_2, b_2, dtype)
+
+
+def split_heads(X, depth):
+    """X as an ndarray (batch, length, width) and the number of heads of this depth in it."""
+    X = as_array(X, "X")
+    _three_axes(X, "X", "(batch, length, width)")
+    if X.shape[2] % depth:
+        raise ValueError(f"X has width {X.shape[2]}; expected a multiple of the depth {depth}")
+    return X, X.shape[2] // depth
+
+
+def joined_batch(X, num_heads):
+    """X as an ndarray (batch * num_heads, length, depth) and the batch in it."""
+    X = as_array(X, "X")
+    _three_axes(X, "X", "(batch * num_heads, length, depth)")
+    if X.shape[0] % num_heads:
+        raise ValueError(f"X has {X.shape[0]} entries on its first axis; expected a multiple of the {num_heads} heads")
+    return X, X.shape[0] // num_heads
+
+
+def head_entries(Q, K, V, num_heads, num_kv_heads):
+    """Q, K, V (batch * heads, length, depth) as (batch * num_heads, 1, length, depth).
+
+    K and V may have the layer's key/value heads; they are then repeated to the query heads.
+    """
+    named = [(name, as_array(x, name)) for name, x in (("Q", Q), ("K", K), ("V", V))]
+    for name, array in named:
+        _three_axes(array, name, "(batch * heads, length, depth)")
+    entries = named[0][1].shape[0]
+    group = num_heads // num_kv_heads
+    views = []
+    for name, array in named:
+        if array.shape[0] != entries and array.shape[0] * group == entries:
+            array = np.repeat(array, group, axis=0)
+        if array.shape[0] != entries:
+            raise ValueError(f"Q has {entries} entries on its first axis but {name} has {array.shape[0]}")
+        views.append(array[:, None])
+    return views

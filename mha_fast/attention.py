@@ -1,0 +1,88 @@
+"""The classes on the fast path: the reference's weights and rules, the core's attention, NumPy's BLAS for the projections."""
+
+import numpy as np
+
+from mha_fast import _validate, reference
+from mha_fast._core import scaled_dot_product_attention
+
+__all__ = ["MultiHeadAttention", "PositionWiseFFN", "scaled_dot_product_attention"]
+
+
+def _documented_as(twin):
+    """Give a function or class the text of its twin in the reference: what they promise is the same."""
+
+    def decorate(item):
+        item.__doc__ = twin.__doc__.replace("mha_fast.reference", "mha_fast")
+        return item
+
+    return decorate
+
+
+_documented_as(reference.scaled_dot_product_attention)(scaled_dot_product_attention)
+
+
+@_documented_as(reference.MultiHeadAttention)
+class MultiHeadAttention(reference.MultiHeadAttention):
+    @_documented_as(reference.MultiHeadAttention.forward)
+    def forward(
+        self,
+        queries,
+        keys,
+        values,
+        valid_lens=None,
+        *,
+        attn_mask=None,
+        is_causal=False,
+        need_weights=False,
+        out=None,
+    ):
+        call = _validate.layer_call(self, queries, keys, values, valid_lens, attn_mask, need_weights, out)
+        # Heads stay where the projections leave them: (batch, length, heads, depth).
+        attended = scaled_dot_product_attention(
+            _heads(_affine(call.queries, call.W_q, call.b_q), call.depth),
+            _heads(_affine(call.keys, call.W_k, call.b_k), call.depth),
+            _heads(_affine(call.values, call.W_v, call.b_v), call.depth),
+            attn_mask,
+            is_causal=is_causal,
+            enable_gqa=True,
+            valid_lens=valid_lens,
+            layout="blhd",
+            return_weights=call.need_weights,
+        )
+        if call.need_weights:
+            attended, self.attention_weights = attended
+        result = _affine(attended.reshape(call.shape), call.W_o, call.b_o)
+        if out is None:
+            return result
+        call.out[...] = result
+        return out
+
+    @_documented_as(reference.MultiHeadAttention.scaled_dot_product_attention)
+    def scaled_dot_product_attention(self, Q, K, V, valid_lens=None):
+        Q, K, V = _validate.head_entries(Q, K, V, self.num_heads, self.num_kv_heads)
+        return scaled_dot_product_attention(Q, K, V, valid_lens=valid_lens)[:, 0]
+
+
+@_documented_as(reference.PositionWiseFFN)
+class PositionWiseFFN(reference.PositionWiseFFN):
+    @_documented_as(reference.PositionWiseFFN.forward)
+    def forward(self, X):
+        call = _validate.ffn_call(self, X)
+        hidden = _affine(call.X, call.W_1, call.b_1)
+        np.maximum(hidden, 0, out=hidden)
+        return _affine(hidden, call.W_2, call.b_2)
+
+
+def _affine(X, W, b):
+    """X W + b in the dtype of b: (..., rows of W) -> (..., columns), as one product of two matrices."""
+    flat = X.reshape(-1, X.shape[-1]).astype(b.dtype, copy=False)
+    with np.errstate(all="ignore"):
+        product = flat @ W.astype(b.dtype, copy=False)
+        product += b
+    return product.reshape(*X.shape[:-1], W.shape[1])
+
+
+def _heads(X, depth):
+    """(batch, length, heads * depth) -> (batch, length, heads, depth), a view."""
+    batch, length, width = X.shape
+    return X.reshape(batch, length, width // depth, depth)

@@ -1,0 +1,195 @@
+/* Few queries (decoding) against key blocks: vectors along the depth, every key and value read once for all rows.
+ * The same online softmax as the panels', with the scores of a row lying along the keys. Each score and each output is
+ * summed in an order that depends on neither the number of rows nor the tile.
+ */
+
+/* scores[row][key] of a tile of rows x keys (1 or 4; 4 are written). rows, keys: constants once inlined. */
+MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const REAL *RESTRICT query, int64_t query_row,
+                             const REAL *RESTRICT key, int64_t key_row, int64_t head_dim, REAL *RESTRICT scores,
+                             int64_t score_row)
+{
+    VEC acc[4][4];
+    int64_t whole = head_dim - head_dim % V(lanes), e = 0;
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int k = 0; k < 4; k++) acc[r][k] = V(zero)();
+    for (; e < whole; e += V(lanes)) {
+        VEC depth[4];
+        UNROLL for (int k = 0; k < keys; k++) depth[k] = V(load)(key + k * key_row + e);
+        UNROLL for (int r = 0; r < rows; r++) {
+            VEC q = V(load)(query + r * query_row + e);
+            UNROLL for (int k = 0; k < keys; k++) acc[r][k] = V(fma)(q, depth[k], acc[r][k]);
+        }
+    }
+    if (e < head_dim)
+        UNROLL for (int k = 0; k < keys; k++) {
+            VEC depth = V(load_n)(key + k * key_row + e, head_dim - e);
+            UNROLL for (int r = 0; r < rows; r++)
+                acc[r][k] = V(fma)(V(load)(query + r * query_row + e), depth, acc[r][k]);
+        }
+    UNROLL for (int r = 0; r < rows; r++)
+        V(hsum4)(acc[r][0], acc[r][1], acc[r][2], acc[r][3], scores + r * score_row);
+}
+
+MHA_INLINE void FN(dot_rows)(const int rows, const REAL *query, int64_t query_row, const REAL *key, int64_t key_row,
+                             int64_t count, int64_t head_dim, REAL *scores, int64_t score_row)
+{
+    int64_t k = 0;
+    for (; k + 4 <= count; k += 4)
+        FN(dot_tile)(rows, 4, query, query_row, key + k * key_row, key_row, head_dim, scores + k, score_row);
+    for (; k < count; k++)
+        FN(dot_tile)(rows, 1, query, query_row, key + k * key_row, key_row, head_dim, scores + k, score_row);
+}
+
+/* out[row] = alpha[row] * out[row] + sum_key weights[row][key] * value[key] for rows x vecs vectors of columns; tail: the
+ * columns in the last vector where it is not whole, else 0. */
+MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const REAL *RESTRICT weights, int64_t weight_row,
+                                    const REAL *RESTRICT value, int64_t value_row, int64_t count, int64_t tail,
+                                    const REAL *RESTRICT alpha, int first, REAL *RESTRICT out, int64_t out_row)
+{
+    VEC acc[4][4];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
+    for (int64_t k = 0; k < count; k++, value += value_row) {
+        VEC col[4];
+        UNROLL for (int v = 0; v < vecs - 1; v++) col[v] = V(load)(value + v * V(lanes));
+        const REAL *last = value + (vecs - 1) * V(lanes);
+        col[vecs - 1] = tail ? V(load_n)(last, tail) : V(load)(last);
+        UNROLL for (int r = 0; r < rows; r++) {
+            VEC broadcast = V(set1)(weights[r * weight_row + k]);
+            UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(fma)(broadcast, col[v], acc[r][v]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) {
+        REAL *dst = out + r * out_row + v * V(lanes);
+        V(store)(dst, first ? acc[r][v] : V(fma)(V(load)(dst), V(set1)(alpha[r]), acc[r][v]));
+    }
+}
+
+MHA_INLINE void FN(few_output_rows)(const int rows, const REAL *weights, int64_t weight_row, const REAL *value,
+                                    int64_t value_row, int64_t count, int64_t cols, const REAL *alpha, int first,
+                                    REAL *out, int64_t out_row)
+{
+    for (int64_t c = 0; c < cols;) {
+        int64_t vecs = FN(round_up)(cols - c, V(lanes)) / V(lanes);
+        if (vecs >= V(col_vecs) && V(col_vecs) == 4)
+            FN(few_output_tile)(rows, 4, weights, weight_row, value + c, value_row, count,
+                                cols - c < 4 * V(lanes) ? cols % V(lanes) : 0, alpha, first, out + c, out_row);
+        else if (vecs >= 2)
+            FN(few_output_tile)(rows, 2, weights, weight_row, value + c, value_row, count,
+                                cols - c < 2 * V(lanes) ? cols % V(lanes) : 0, alpha, first, out + c, out_row);
+        else
+            FN(few_output_tile)(rows, 1, weights, weight_row, value + c, value_row, count, cols % V(lanes), alpha, first,
+                                out + c, out_row);
+        c += (vecs >= V(col_vecs) ? V(col_vecs) : vecs >= 2 ? 2 : 1) * V(lanes);
+    }
+}
+
+/* Hides what one row may not see among count keys from first on, and pads the row with -inf. */
+static void FN(few_hide)(const mha_task *task, FN(scratch) *s, const mha_row *row, int64_t first, int64_t count,
+                         REAL *scores)
+{
+    if (task->has_mask && task->mask_dtype == MHA_BOOL) {
+        const char *mask = row->mask + first * task->mask_col;
+        for (int64_t k = 0; k < count; k++) scores[k] = mask[k * task->mask_col] ? scores[k] : (REAL)-INFINITY;
+    } else if (task->has_mask) {
+        FN(convert)(s->mask_rows, row->mask + first * task->mask_col * FN(item_bytes)(task->mask_dtype),
+                    task->mask_dtype, task->mask_col, count);
+        for (int64_t k = 0; k < count; k++)
+            scores[k] = s->mask_rows[k] == (REAL)-INFINITY ? (REAL)-INFINITY : scores[k] + s->mask_rows[k];
+    }
+    for (int64_t k = FN(max)(row->visible - first, 0); k < count; k++) scores[k] = -INFINITY;
+    for (int64_t k = count; k < s->score_row && k % V(lanes); k++) scores[k] = -INFINITY;
+}
+
+static void FN(few_softmax)(FN(scratch) *s, int64_t r, int64_t count, FN(state) *state)
+{
+    REAL *scores = s->scores + r * s->score_row, sums[4];
+    VEC highest = V(set1)(-INFINITY), sum = V(zero)();
+    for (int64_t k = 0; k < count; k += V(lanes)) highest = V(max)(highest, V(load)(scores + k));
+    VEC old = V(set1)(state->row_max[r]), now = V(max)(old, V(set1)(V(hmax)(highest)));
+    VEC m = V(max)(now, V(set1)(-REAL_HIGHEST));
+    for (int64_t k = 0; k < count; k += V(lanes)) {
+        VEC weight = FN(exp_lanes)(V(sub)(V(load)(scores + k), m));
+        V(store)(scores + k, weight);
+        sum = V(add)(sum, weight);
+    }
+    V(hsum4)(sum, sum, sum, sum, sums);
+    V(store_n)(s->alpha + r, FN(exp_lanes)(V(sub)(old, m)), 1);
+    V(store_n)(state->row_max + r, now, 1);
+    state->row_sum[r] = state->row_sum[r] * s->alpha[r] + sums[0];
+}
+
+static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
+                          int careful)
+{
+    int64_t rows = task->num_rows, count = block->count;
+    for (int64_t r = 0; r < rows;) {
+        const REAL *query = s->query[0] + r * s->few_row;
+        REAL *scores = s->scores + r * s->score_row;
+        if (V(few_rows) >= 4 && rows - r >= 4)
+            FN(dot_rows)(4, query, s->few_row, block->keys, block->key_row, count, task->head_dim, scores, s->score_row);
+        else if (rows - r >= 2)
+            FN(dot_rows)(2, query, s->few_row, block->keys, block->key_row, count, task->head_dim, scores, s->score_row);
+        else
+            FN(dot_rows)(1, query, s->few_row, block->keys, block->key_row, count, task->head_dim, scores, s->score_row);
+        r += rows - r >= V(few_rows) ? V(few_rows) : rows - r >= 2 ? 2 : 1;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        FN(few_hide)(task, s, task->rows + r, block->first, count, s->scores + r * s->score_row);
+        FN(few_softmax)(s, r, count, state);
+    }
+    for (int64_t r = 0; r < rows;) {
+        const REAL *weights = s->scores + r * s->score_row;
+        REAL *out = state->out + r * s->out_row;
+        if (V(few_rows) >= 4 && rows - r >= 4)
+            FN(few_output_rows)(4, weights, s->score_row, block->values, block->value_row, count, task->value_dim,
+                                s->alpha + r, first, out, s->out_row);
+        else if (rows - r >= 2)
+            FN(few_output_rows)(2, weights, s->score_row, block->values, block->value_row, count, task->value_dim,
+                                s->alpha + r, first, out, s->out_row);
+        else
+            FN(few_output_rows)(1, weights, s->score_row, block->values, block->value_row, count, task->value_dim,
+                                s->alpha + r, first, out, s->out_row);
+        r += rows - r >= V(few_rows) ? V(few_rows) : rows - r >= 2 ? 2 : 1;
+    }
+    FN(run) all = {0, count};
+    if (careful)
+        FN(add_non_finite)(task, task->rows, rows, block->first, &all, 1, s->scores, s->score_row, 1, state->out,
+                           s->out_row);
+}
+
+static void FN(few_split)(const mha_task *task, FN(scratch) *s, int64_t split, int careful)
+{
+    int64_t begin = split * MHA_KEY_SPLIT, end = FN(min)(task->visible, begin + MHA_KEY_SPLIT);
+    FN(clear)(&s->split[0]);
+    for (int64_t first = begin; first < end; first += MHA_KEY_BLOCK) {
+        FN(block) block = FN(open_block)(task, s, first, FN(min)(end, first + MHA_KEY_BLOCK), 0, careful);
+        FN(few_block)(task, s, &block, &s->split[0], first == begin, careful);
+    }
+}
+
+/* Queries one after the other, multiplied by the scale, zeros behind their depth. */
+static void FN(pack_few_queries)(const mha_task *task, FN(scratch) *s)
+{
+    for (int64_t r = 0; r < task->num_rows; r++) {
+        REAL *query = s->query[0] + r * s->few_row;
+        FN(convert)(query, task->rows[r].query, task->query_dtype, task->query_col, task->head_dim);
+        for (int64_t e = 0; e < task->head_dim; e++) query[e] *= (REAL)task->scale;
+        for (int64_t e = task->head_dim; e < s->few_row; e++) query[e] = 0;
+    }
+}
+
+static void FN(attend_few)(const mha_task *task, void *memory)
+{
+    FN(scratch) s;
+    FN(lay_out)(&s, task, (uintptr_t)memory);
+    uintptr_t left = (uintptr_t)task->state;
+    if (task->state) s.split[0] = FN(take_state)(&left, task);
+    FN(pack_few_queries)(task, &s);
+    FN(clear)(&s.total[0]);
+    for (int64_t split = task->split_begin; split < task->split_end; split++) {
+        FN(few_split)(task, &s, split, 0);
+        if (!FN(is_finite)(&s.split[0], task->num_rows, s.out_row)) FN(few_split)(task, &s, split, 1);
+        if (task->state) return;
+        FN(advance)(task->num_rows, s.out_row, &s.total[0], &s.split[0], split == task->split_begin);
+    }
+    FN(finish)(task, task->rows, task->num_rows, s.out_row, &s.total[0]);
+}

@@ -1,0 +1,148 @@
+/* The two micro-kernels of a panel: scores S^T = K Q^T and output O = P V. Each result is summed in one accumulator in the
+ * order of depth or keys, whatever the tile, so a row has the same bits in every tile.
+ */
+
+/* scores[key][lane] = sum_e keys[key][e] * query[e][lane] for a tile of keys x vecs vectors, and max[lane] raised to them.
+ * keys, vecs: constants once inlined. query: packed strip [head_dim][query_vecs * lanes]. scores: row length panel. */
+MHA_INLINE void FN(score_tile)(const int keys, const int vecs, const REAL *RESTRICT query, const REAL *RESTRICT key,
+                               int64_t key_row, int64_t head_dim, REAL *RESTRICT scores, REAL *RESTRICT max)
+{
+    VEC acc[8][3];
+    UNROLL for (int k = 0; k < keys; k++) UNROLL for (int v = 0; v < vecs; v++) acc[k][v] = V(zero)();
+    for (int64_t e = 0; e < head_dim; e++) {
+        VEC q[3];
+        UNROLL for (int v = 0; v < vecs; v++) q[v] = V(load)(query + v * V(lanes));
+        UNROLL for (int k = 0; k < keys; k++) {
+            VEC broadcast = V(set1)(key[k * key_row + e]);
+            UNROLL for (int v = 0; v < vecs; v++) acc[k][v] = V(fma)(broadcast, q[v], acc[k][v]);
+        }
+        query += V(query_vecs) * V(lanes);
+    }
+    UNROLL for (int v = 0; v < vecs; v++) {
+        VEC highest = V(load)(max + v * V(lanes));
+        UNROLL for (int k = 0; k < keys; k++) {
+            V(store)(scores + k * V(panel) + v * V(lanes), acc[k][v]);
+            highest = V(max)(highest, acc[k][v]);
+        }
+        V(store)(max + v * V(lanes), highest);
+    }
+}
+
+/* vecs, then keys, to constants; what a level's tiles do not reach falls away at compile time. */
+MHA_INLINE void FN(score_vecs)(const int keys, int vecs, const REAL *query, const REAL *key, int64_t key_row,
+                               int64_t head_dim, REAL *scores, REAL *max)
+{
+    if (V(query_vecs) >= 3 && vecs == 3)
+        FN(score_tile)(keys, 3, query, key, key_row, head_dim, scores, max);
+    else if (vecs == 2)
+        FN(score_tile)(keys, 2, query, key, key_row, head_dim, scores, max);
+    else
+        FN(score_tile)(keys, 1, query, key, key_row, head_dim, scores, max);
+}
+
+MHA_NOINLINE void FN(score_keys)(int64_t keys, int vecs, const REAL *query, const REAL *key, int64_t key_row,
+                                 int64_t head_dim, REAL *scores, REAL *max)
+{
+    if (keys == V(key_tile))
+        FN(score_vecs)(V(key_tile), vecs, query, key, key_row, head_dim, scores, max);
+    else if (V(key_tile) > 4 && keys == 4)
+        FN(score_vecs)(4, vecs, query, key, key_row, head_dim, scores, max);
+    else if (keys == 2)
+        FN(score_vecs)(2, vecs, query, key, key_row, head_dim, scores, max);
+    else
+        FN(score_vecs)(1, vecs, query, key, key_row, head_dim, scores, max);
+}
+
+/* The scores of count keys for a panel of vecs vectors, whose strips lie one after the other in query. */
+static void FN(score_panel)(int vecs, const REAL *query, const REAL *key, int64_t key_row, int64_t count,
+                            int64_t head_dim, REAL *scores, REAL *max)
+{
+    for (int64_t k = 0; k < count;) {
+        int64_t left = count - k, keys = left >= V(key_tile) ? V(key_tile) : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        for (int v = 0; v < vecs; v += V(query_vecs))
+            FN(score_keys)(keys, vecs - v < V(query_vecs) ? vecs - v : V(query_vecs), query + v * V(lanes) * head_dim,
+                           key + k * key_row, key_row, head_dim, scores + k * V(panel) + v * V(lanes),
+                           max + v * V(lanes));
+        k += keys;
+    }
+}
+
+/* Runs of keys of a block that some row may see; the rows of the scores are these keys one after the other. */
+typedef struct FN(run) {
+    int64_t first, count;
+} FN(run);
+
+/* out[row][col] = alpha[row] * out[row][col] + sum_key weights[key][row] * value[key][col] for a tile of rows x vecs
+ * vectors; where first is set, out is not read. rows, vecs: constants once inlined. weights: row length panel. */
+MHA_INLINE void FN(output_tile)(const int rows, const int vecs, const REAL *RESTRICT weights,
+                                const REAL *RESTRICT value, int64_t value_row, const FN(run) *runs, int num_runs,
+                                const REAL *RESTRICT alpha, int first, REAL *RESTRICT out, int64_t out_row)
+{
+    VEC acc[6][4];
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
+    for (int n = 0; n < num_runs; n++) {
+        const REAL *row = value + runs[n].first * value_row;
+        for (int64_t k = 0; k < runs[n].count; k++) {
+            VEC col[4];
+            UNROLL for (int v = 0; v < vecs; v++) col[v] = V(load)(row + v * V(lanes));
+            UNROLL for (int r = 0; r < rows; r++) {
+                VEC broadcast = V(set1)(weights[r]);
+                UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(fma)(broadcast, col[v], acc[r][v]);
+            }
+            row += value_row;
+            weights += V(panel);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) {
+        REAL *dst = out + r * out_row;
+        UNROLL for (int v = 0; v < vecs; v++) {
+            VEC sum = first ? acc[r][v] : V(fma)(V(load)(dst + v * V(lanes)), V(set1)(alpha[r]), acc[r][v]);
+            V(store)(dst + v * V(lanes), sum);
+        }
+    }
+}
+
+MHA_INLINE void FN(output_vecs)(const int rows, int vecs, const REAL *weights, const REAL *value, int64_t value_row,
+                                const FN(run) *runs, int num_runs, const REAL *alpha, int first, REAL *out,
+                                int64_t out_row)
+{
+    if (V(col_vecs) >= 4 && vecs == 4)
+        FN(output_tile)(rows, 4, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+    else if (V(col_vecs) >= 3 && vecs == 3)
+        FN(output_tile)(rows, 3, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+    else if (vecs == 2)
+        FN(output_tile)(rows, 2, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+    else
+        FN(output_tile)(rows, 1, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+}
+
+MHA_NOINLINE void FN(output_rows)(int64_t rows, int vecs, const REAL *weights, const REAL *value, int64_t value_row,
+                                  const FN(run) *runs, int num_runs, const REAL *alpha, int first, REAL *out,
+                                  int64_t out_row)
+{
+    if (rows == V(row_tile))
+        FN(output_vecs)(V(row_tile), vecs, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+    else if (V(row_tile) > 4 && rows == 4)
+        FN(output_vecs)(4, vecs, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+    else if (rows == 2)
+        FN(output_vecs)(2, vecs, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+    else
+        FN(output_vecs)(1, vecs, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+}
+
+/* The output of rows queries; out has out_row columns, a multiple of the lanes, split evenly into column tiles. */
+static void FN(output_panel)(int64_t rows, const REAL *weights, const REAL *value, int64_t value_row,
+                             const FN(run) *runs, int num_runs, const REAL *alpha, int first, REAL *out,
+                             int64_t out_row)
+{
+    int64_t vecs = out_row / V(lanes), tiles = (vecs + V(col_vecs) - 1) / V(col_vecs);
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t begin = vecs * t / tiles, width = vecs * (t + 1) / tiles - begin;
+        for (int64_t r = 0; r < rows;) {
+            int64_t left = rows - r, tile = left >= V(row_tile) ? V(row_tile) : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            FN(output_rows)(tile, (int)width, weights + r, value + begin * V(lanes), value_row, runs, num_runs,
+                            alpha + r, first, out + r * out_row + begin * V(lanes), out_row);
+            r += tile;
+        }
+    }
+}

@@ -1,0 +1,9 @@
+/* Level avx512: the only file compiled with its instruction-set flags; exports its table and nothing more. */
+#include <math.h>
+#include <stdint.h>
+
+#include "vec_avx512.h"
+
+#include "isa_tmpl.h"
+
+const mha_kernels *const mha_kernels_avx512[2] = {&kernels_f32, &kernels_f64};

@@ -1,0 +1,9 @@
+/* Level scalar: the only file compiled with its instruction-set flags; exports its table and nothing more. */
+#include <math.h>
+#include <stdint.h>
+
+#include "vec_scalar.h"
+
+#include "isa_tmpl.h"
+
+const mha_kernels *const mha_kernels_scalar[2] = {&kernels_f32, &kernels_f64};

@@ -1,0 +1,41 @@
+/* What every isa_<level>.c compiles behind its vector operations: the algorithm once per compute dtype. Takes nothing but the
+ * operations; gives kernels_f32 and kernels_f64.
+ */
+#include <math.h>
+#include <stddef.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#define MHA_CAT3(a, b, c) a##b##c
+#define MHA_CAT(a, b, c) MHA_CAT3(a, b, c)
+#define V(op) MHA_CAT(MHA_CAT(vec_, SUFFIX, _), op, )
+#define VEC MHA_CAT(vec_, SUFFIX, )
+#define FN(name) MHA_CAT(name, _, SUFFIX)
+
+#define REAL float
+#define SUFFIX f32
+#define REAL_DTYPE MHA_F32
+#define REAL_HIGHEST 3.40282346638528859812e+38f
+#define EXP2_COEFFICIENTS 0x1.e974fap-10f, 0x1.277856p-7f, 0x1.c91ce6p-5f, 0x1.ebdb56p-3f, 0x1.62e4bap-1f, 1.0f
+#include "kernels_tmpl.h"
+#undef REAL
+#undef SUFFIX
+#undef REAL_DTYPE
+#undef REAL_HIGHEST
+#undef EXP2_COEFFICIENTS
+
+#define REAL double
+#define SUFFIX f64
+#define REAL_DTYPE MHA_F64
+#define REAL_HIGHEST 1.79769313486231570815e+308
+#define EXP2_COEFFICIENTS                                                                          \
+    0x1.58566fe5ab70ap-31, 0x1.c2c4781f7a633p-28, 0x1.b85f42f1e6966p-24, 0x1.628f3580bf4b8p-20,    \
+        0x1.ffcfc6aa0fa7bp-17, 0x1.4308fa1dce4b1p-13, 0x1.5d87ff4d22874p-10, 0x1.3b2ab6f73415ep-7, \
+        0x1.c6b08d7065838p-5, 0x1.ebfbdff82c04bp-3, 0x1.62e42fefa39f5p-1, 1.0
+#include "kernels_tmpl.h"
+#undef REAL
+#undef SUFFIX
+#undef REAL_DTYPE
+#undef REAL_HIGHEST
+#undef EXP2_COEFFICIENTS

@@ -1,0 +1,65 @@
+/* The contract between the driver (which knows shapes) and the kernels (which know tiles). Internal.
+ *
+ * A task is one group of query rows against the keys of one key/value head. Keys are cut into splits of MHA_KEY_SPLIT and
+ * those into blocks of MHA_KEY_BLOCK, both counted from key 0: they are part of the arithmetic, so a row has the same bits
+ * whatever thread, task or batch it is computed in. The result over a range of keys is a state: row_max, row_sum and
+ * the unnormalised output; states are folded in the order of the keys.
+ */
+#ifndef MHA_KERNELS_H
+#define MHA_KERNELS_H
+
+#include "mha.h"
+
+#define MHA_KEY_BLOCK 256
+#define MHA_KEY_SPLIT 1024
+#define MHA_FEW_ROWS 8
+/* Panels that share one packed copy of a key block. */
+#define MHA_PANELS_PER_PACK 4
+
+/* Rows of one head; strides in elements. */
+typedef struct mha_matrix {
+    const char *data;
+    mha_dtype dtype;
+    int64_t row, col;
+} mha_matrix;
+
+/* One query of a task. mask points at key 0 of the query's mask row, weights at its weights row. */
+typedef struct mha_row {
+    const char *query, *mask;
+    char *out, *lse, *weights;
+    int64_t visible; /* keys at or beyond this one are hidden */
+} mha_row;
+
+typedef struct mha_task {
+    /* what all tasks of a call share */
+    double scale;
+    int64_t kv_len, head_dim, value_dim, max_rows;
+    mha_dtype query_dtype, mask_dtype;
+    int has_mask;
+    int pack_keys; /* copy key and value blocks even where they could be read in place */
+    int64_t query_col, mask_col, out_col;
+    /* what differs */
+    mha_matrix key, value;
+    const mha_row *rows;
+    int64_t num_rows, visible; /* visible: the largest of the rows' */
+    int64_t split_begin, split_end;
+    void *state; /* NULL: normalise and write the rows; else leave the state of the one split here */
+} mha_task;
+
+typedef struct mha_kernels {
+    mha_tiles tiles;
+    int64_t (*scratch_bytes)(const mha_task *task); /* per thread, for tasks of up to max_rows rows */
+    int64_t (*state_bytes)(const mha_task *task);
+    void (*attend_panels)(const mha_task *task, void *scratch);
+    void (*attend_few)(const mha_task *task, void *scratch);
+    /* Folds the states of splits [split_begin, split_end) that lie one after the other, normalises and writes the rows. */
+    void (*merge)(const mha_task *task, void *states, void *scratch);
+    void (*panel_weights)(const mha_task *task, void *scratch);
+    void (*exp2)(const void *src, void *dst, int64_t count);
+} mha_kernels;
+
+/* One table for float32 and one for float64, indexed by mha_dtype. */
+extern const mha_kernels *const mha_kernels_scalar[2], *const mha_kernels_neon[2], *const mha_kernels_avx2[2],
+    *const mha_kernels_avx512[2];
+
+#endif

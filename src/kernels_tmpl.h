@@ -1,0 +1,20 @@
+/* All kernels of one level for one compute dtype, and the entry of the level's table. */
+#include "exp_tmpl.h"
+#include "scratch_tmpl.h"
+#include "gemm_tmpl.h"
+#include "pack_tmpl.h"
+#include "state_tmpl.h"
+#include "mask_tmpl.h"
+#include "panel_tmpl.h"
+#include "few_tmpl.h"
+
+static const mha_kernels FN(kernels) = {
+    {V(lanes), V(panel), V(key_tile), V(row_tile)},
+    FN(scratch_bytes),
+    FN(state_bytes),
+    FN(attend_panels),
+    FN(attend_few),
+    FN(merge),
+    FN(panel_weights),
+    FN(exp2),
+};

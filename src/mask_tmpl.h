@@ -1,0 +1,145 @@
+/* Masks of a panel against one key block. A dense mask is turned to the layout of the scores once per block, whole tiles
+ * that hide every key from every row are dropped, and hidden scores become -inf; nothing is added to them, so NaN in a
+ * hidden key is gone.
+ */
+
+enum { FN(mask_tile) = 8 };
+
+/* The panel's side of a key block. */
+typedef struct FN(panel) {
+    const mha_row *rows;
+    int64_t num_rows;
+    int vecs;
+    int shared_mask;               /* all rows read one mask row */
+    int64_t visible, all_visible;  /* some row, or every row, sees keys below this one (masks aside) */
+    const REAL *query;
+} FN(panel);
+
+static void FN(add_run)(FN(run) *runs, int *num_runs, int64_t first, int64_t count)
+{
+    FN(run) *last = runs + *num_runs - 1;
+    if (*num_runs && last->first + last->count == first) {
+        last->count += count;
+    } else {
+        runs[*num_runs].first = first;
+        runs[(*num_runs)++].count = count;
+    }
+}
+
+MHA_INLINE void FN(set_bits)(uint16_t *RESTRICT bits, const char *RESTRICT mask, int64_t step, int64_t count, uint16_t bit)
+{
+    if (step == 1)
+        for (int64_t k = 0; k < count; k++) bits[k] |= mask[k] != 0 ? bit : 0;
+    else
+        for (int64_t k = 0; k < count; k++) bits[k] |= mask[k * step] != 0 ? bit : 0;
+}
+
+/* bits[group][key] of a bool mask for keys first.. */
+static int FN(mask_bits)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, int64_t first, int64_t count,
+                         FN(run) *runs)
+{
+    int64_t groups = (panel->num_rows + 15) / 16;
+    int num_runs = 0;
+    memset(s->bits, 0, (size_t)(groups * count) * sizeof *s->bits);
+    for (int64_t r = 0; r < panel->num_rows; r += panel->shared_mask ? 16 : 1)
+        FN(set_bits)(s->bits + r / 16 * count, panel->rows[r].mask + first * task->mask_col, task->mask_col, count,
+                     panel->shared_mask ? 0xffff : (uint16_t)(1u << r % 16));
+    for (int64_t k = 0; k < count; k += FN(mask_tile)) {
+        int64_t keys = FN(min)(count - k, FN(mask_tile));
+        unsigned any = 0;
+        for (int64_t g = 0; g < groups; g++)
+            for (int64_t i = 0; i < keys; i++) any |= s->bits[g * count + k + i];
+        if (any) FN(add_run)(runs, &num_runs, k, keys);
+    }
+    return num_runs;
+}
+
+/* bias[key][lane] for one vector of lanes, whose rows begin at from[lane]; notes the tiles that some lane may see. */
+static void FN(transpose_bias)(REAL *bias, const REAL *const *from, int64_t count, unsigned char *tile_seen)
+{
+    for (int64_t k = 0; k < count; k += V(lanes)) {
+        int64_t keys = FN(min)(count - k, V(lanes));
+        VEC r[V(lanes)];
+        UNROLL for (int i = 0; i < V(lanes); i++)
+            r[i] = keys == V(lanes) ? V(load)(from[i] + k) : V(load_n)(from[i] + k, keys);
+        V(transpose)(r);
+        UNROLL for (int i = 0; i < V(lanes); i++)
+            if (i < keys) {
+                V(store)(bias + (k + i) * V(panel), r[i]);
+                tile_seen[(k + i) / FN(mask_tile)] |= (unsigned char)V(any_visible)(r[i]);
+            }
+    }
+}
+
+/* bias[key][lane] of a float mask for keys first.. */
+static int FN(mask_bias)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, int64_t first, int64_t count,
+                         FN(run) *runs)
+{
+    unsigned char seen[MHA_KEY_BLOCK / FN(mask_tile)] = {0};
+    int64_t bytes = FN(item_bytes)(task->mask_dtype);
+    int in_place = task->mask_dtype == REAL_DTYPE && task->mask_col == 1;
+    int num_runs = 0;
+    for (int v = 0; v < panel->vecs; v++) {
+        const REAL *from[V(lanes)];
+        for (int i = 0; i < V(lanes); i++) {
+            /* lanes without a row repeat the last one */
+            int64_t r = FN(min)(v * V(lanes) + i, panel->num_rows - 1);
+            const char *row = panel->rows[r].mask + first * task->mask_col * bytes;
+            from[i] = in_place ? (const REAL *)row : s->mask_rows + (panel->shared_mask ? 0 : i * count);
+            if (!in_place && (i == 0 || !panel->shared_mask))
+                FN(convert)(s->mask_rows + i * count, row, task->mask_dtype, task->mask_col, count);
+        }
+        FN(transpose_bias)(s->bias + v * V(lanes), from, count, seen);
+    }
+    for (int64_t k = 0; k < count; k += FN(mask_tile))
+        if (seen[k / FN(mask_tile)]) FN(add_run)(runs, &num_runs, k, FN(min)(count - k, FN(mask_tile)));
+    return num_runs;
+}
+
+/* Prepares the mask for keys first.. and gives the runs of keys that some row may see. */
+static int FN(mask_block)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, int64_t first, int64_t count,
+                          FN(run) *runs)
+{
+    if (!task->has_mask) {
+        runs[0].first = 0;
+        runs[0].count = count;
+        return 1;
+    }
+    return task->mask_dtype == MHA_BOOL ? FN(mask_bits)(task, s, panel, first, count, runs)
+                                        : FN(mask_bias)(task, s, panel, first, count, runs);
+}
+
+/* Hides scores of one vector of lanes for keys key.. of the block and raises its maximum. bits, bias: NULL where the mask
+ * is none of that kind. */
+MHA_INLINE VEC FN(hide_lanes)(REAL *scores, int64_t key, int64_t count, VEC visible, const uint16_t *bits, int shift,
+                              const REAL *bias, VEC highest)
+{
+    for (int64_t k = key; k < key + count; k++, scores += V(panel)) {
+        VEC score = V(load)(scores);
+        if (bits) score = V(keep_bits)(score, (uint32_t)(bits[k] >> shift));
+        if (bias) score = V(add_bias)(score, V(load)(bias + k * V(panel)));
+        score = V(below)(score, V(set1)((REAL)k), visible);
+        V(store)(scores, score);
+        highest = V(max)(highest, score);
+    }
+    return highest;
+}
+
+/* Hides what the masks hide in the scores of keys key.. of the block and raises block_max. */
+static void FN(hide)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, REAL *scores, int64_t key,
+                     int64_t count, int64_t block_keys)
+{
+    int is_bool = task->has_mask && task->mask_dtype == MHA_BOOL;
+    for (int v = 0; v < panel->vecs; v++) {
+        int lane = v * V(lanes);
+        VEC visible = V(load)(s->visible + lane), highest = V(load)(s->block_max + lane);
+        if (is_bool)
+            highest = FN(hide_lanes)(scores + lane, key, count, visible, s->bits + lane / 16 * block_keys, lane % 16,
+                                     NULL, highest);
+        else if (task->has_mask)
+            highest = FN(hide_lanes)(scores + lane, key, count, visible, NULL, 0, s->bias + lane, highest);
+        else
+            highest = FN(hide_lanes)(scores + lane, key, count, visible, NULL, 0, NULL, highest);
+        V(store)(s->block_max + lane, highest);
+    }
+}

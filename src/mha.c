@@ -1,0 +1,353 @@
+/* The driver: cuts a call into tasks, gives them to threads, merges split results in the order of the keys.
+ *
+ * It knows shapes and strides, and of the kernels only their tile sizes. A task is a group of query panels of one
+ * (batch entry, key/value head); where those are too few for the threads, each split of the keys is a task of its own and
+ * leaves a state that a second phase merges. That choice moves work, never bits. Where weights are asked for, they are one
+ * more phase. Built for the architecture's baseline.
+ */
+#include "mha.h"
+
+#include <limits.h>
+#include <stddef.h>
+
+#include "cpu.h"
+#include "kernels.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+/* ---- levels */
+
+static const struct level {
+    const char *name;
+    const mha_kernels *const *kernels;
+} levels[MHA_ISA_COUNT] = {
+    [MHA_ISA_SCALAR] = {"scalar", mha_kernels_scalar},
+#ifdef MHA_HAVE_NEON
+    [MHA_ISA_NEON] = {"neon", mha_kernels_neon},
+#else
+    [MHA_ISA_NEON] = {"neon", NULL},
+#endif
+#ifdef MHA_HAVE_AVX2
+    [MHA_ISA_AVX2] = {"avx2", mha_kernels_avx2},
+#else
+    [MHA_ISA_AVX2] = {"avx2", NULL},
+#endif
+#ifdef MHA_HAVE_AVX512
+    [MHA_ISA_AVX512] = {"avx512", mha_kernels_avx512},
+#else
+    [MHA_ISA_AVX512] = {"avx512", NULL},
+#endif
+};
+
+static int is_level(mha_isa isa) { return (int)isa >= 0 && isa < MHA_ISA_COUNT; }
+const char *mha_isa_name(mha_isa isa) { return is_level(isa) ? levels[isa].name : NULL; }
+int mha_isa_built(mha_isa isa) { return is_level(isa) && levels[isa].kernels != NULL; }
+int mha_isa_usable(mha_isa isa) { return mha_isa_built(isa) && mha_cpu_has(isa); }
+mha_tiles mha_isa_tiles(mha_isa isa, mha_dtype dtype) { return levels[isa].kernels[dtype]->tiles; }
+int mha_few_rows(void) { return MHA_FEW_ROWS; }
+int mha_key_block(void) { return MHA_KEY_BLOCK; }
+int mha_key_split(void) { return MHA_KEY_SPLIT; }
+void mha_exp2(mha_isa isa, mha_dtype dtype, const void *src, void *dst, int64_t count)
+{
+    levels[isa].kernels[dtype]->exp2(src, dst, count);
+}
+
+/* ---- the plan of a call */
+
+typedef struct plan {
+    const mha_params *p;
+    const mha_kernels *kernels;
+    mha_task shared; /* the part of a task that is the same for all */
+    int64_t batches, group, rows, rows_per_task, row_tasks, splits;
+    int few;          /* the few-query kernel */
+    int split_tasks;  /* each split of the keys is a task */
+    int threads;
+    int64_t tasks;    /* of the first phase */
+    /* the workspace: */
+    int64_t *order;   /* batch entries, most work first; NULL in their own order */
+    char *states, *scratch;
+    int64_t state_bytes, scratch_bytes, thread_bytes, order_bytes, bytes;
+} plan;
+
+static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t align_up(int64_t n) { return divide_up(n, 64) * 64; }
+static int64_t item_bytes(mha_dtype dtype) { return dtype == MHA_BOOL ? 1 : dtype == MHA_F32 ? 4 : 8; }
+
+/* a * b for sizes, INT64_MAX where that is beyond an int64. */
+static int64_t saturating(int64_t a, int64_t b) { return b && a > INT64_MAX / b ? INT64_MAX : a * b; }
+
+double mha_estimated_ns(const mha_params *p)
+{
+    double pairs = (double)p->num_heads * (double)p->q_len * (double)p->kv_len;
+    double kv_bytes = (double)p->num_kv_heads * (double)p->kv_len * (double)(p->head_dim + p->value_dim) * 4;
+    for (int64_t d = 0; d < p->lead_ndim; d++) {
+        pairs *= (double)p->lead_shape[d];
+        kv_bytes *= (double)p->lead_shape[d];
+    }
+    /* Coarse, for one core: 10 flops a nanosecond and lane, 10 bytes a nanosecond, 20 flops a weight. */
+    double lanes = levels[p->isa].kernels[p->dtype]->tiles.lanes;
+    return pairs * (double)(2 * (p->head_dim + p->value_dim) + 20) / (10 * lanes) + kv_bytes / 10;
+}
+
+/* Below this much work on one thread, waking others costs more than it gains. */
+static const double inline_ns = 10e3;
+
+static int64_t layout(plan *plan)
+{
+    const mha_params *p = plan->p;
+    int64_t states = plan->split_tasks ? saturating(plan->tasks, plan->state_bytes) : 0;
+    plan->thread_bytes = align_up(plan->scratch_bytes) + align_up(plan->rows_per_task * (int64_t)sizeof(mha_row));
+    int64_t scratch = saturating(plan->thread_bytes, plan->threads);
+    plan->order_bytes = p->lengths.data ? align_up(saturating(plan->batches, 2 * (int64_t)sizeof(int64_t))) : 0;
+    if (states > INT64_MAX / 8 || scratch > INT64_MAX / 8 || plan->order_bytes > INT64_MAX / 8) return -1;
+    return plan->order_bytes + states + scratch + 64;
+}
+
+/* Shapes to tasks, threads and bytes; the same from the same parameters, so size and use of the workspace agree. */
+static mha_status make_plan(plan *plan, const mha_params *p)
+{
+    if (!mha_isa_built(p->isa)) return MHA_ERR_ISA;
+    if (p->dtype != MHA_F32 && p->dtype != MHA_F64) return MHA_ERR_DTYPE;
+    if (p->num_kv_heads < 0 || (p->num_kv_heads == 0) != (p->num_heads == 0)) return MHA_ERR_SHAPE;
+    if (p->q_len < 0 || p->kv_len < 0 || p->head_dim < 0 || p->value_dim < 0) return MHA_ERR_SHAPE;
+    if (p->num_threads < 1 || p->lead_ndim < 0 || p->lead_ndim > MHA_MAX_LEAD) return MHA_ERR_SHAPE;
+    plan->p = p;
+    plan->kernels = levels[p->isa].kernels[p->dtype];
+    plan->batches = 1;
+    for (int64_t d = 0; d < p->lead_ndim; d++) plan->batches = saturating(plan->batches, p->lead_shape[d]);
+    plan->group = p->num_kv_heads ? p->num_heads / p->num_kv_heads : 0;
+    plan->rows = saturating(p->q_len, plan->group);
+    plan->few = plan->rows <= MHA_FEW_ROWS;
+    mha_tiles tiles = plan->kernels->tiles;
+    /* Rows at least 2 KiB apart of many keys meet in the same cache sets and in few pages of the TLB. */
+    int far = (p->key.row * item_bytes(p->key.dtype) >= 2048 || p->value.row * item_bytes(p->value.dtype) >= 2048) &&
+              p->kv_len >= 4 * MHA_KEY_SPLIT && !plan->few;
+    int packs = far || p->key.dtype != p->dtype || p->value.dtype != p->dtype || p->key.col != 1 || p->value.col != 1 ||
+                p->value_dim % tiles.lanes;
+    int64_t panels = plan->few ? 1 : divide_up(plan->rows, tiles.panel);
+    int64_t together = packs && !plan->few ? min64(panels, MHA_PANELS_PER_PACK) : 1;
+    plan->rows_per_task = plan->few ? max64(plan->rows, 1) : min64(max64(plan->rows, 1), together * tiles.panel);
+    plan->row_tasks = divide_up(plan->rows, plan->rows_per_task);
+    plan->splits = max64(divide_up(p->kv_len, MHA_KEY_SPLIT), 1);
+    plan->threads = mha_estimated_ns(p) < inline_ns ? 1 : p->num_threads;
+    plan->tasks = saturating(saturating(plan->batches, p->num_kv_heads), plan->row_tasks);
+    plan->split_tasks = plan->threads > 1 && plan->splits > 1 && plan->tasks < 4 * (int64_t)plan->threads;
+    if (plan->split_tasks) plan->tasks *= plan->splits;
+    plan->threads = (int)max64(min64(plan->threads, plan->tasks), 1);
+    plan->shared = (mha_task){
+        .scale = p->scale, .kv_len = p->kv_len, .head_dim = p->head_dim, .value_dim = p->value_dim,
+        .max_rows = plan->rows_per_task, .query_dtype = p->query.dtype, .mask_dtype = p->mask.dtype,
+        .has_mask = p->mask.data != NULL, .pack_keys = far, .query_col = p->query.col, .mask_col = p->mask.col,
+        .out_col = p->out.col,
+        .key = {NULL, p->key.dtype, p->key.row, p->key.col},
+        .value = {NULL, p->value.dtype, p->value.row, p->value.col}};
+    plan->state_bytes = plan->kernels->state_bytes(&plan->shared);
+    plan->scratch_bytes = plan->kernels->scratch_bytes(&plan->shared);
+    plan->bytes = layout(plan);
+    return MHA_OK;
+}
+
+int64_t mha_workspace_bytes(const mha_params *params)
+{
+    plan plan;
+    return make_plan(&plan, params) == MHA_OK ? plan.bytes : -1;
+}
+
+/* ---- a task's rows */
+
+/* Elements from an array's first to that of flat batch entry b. */
+static int64_t lead_offset(const mha_params *p, const mha_array *a, int64_t b)
+{
+    int64_t offset = 0;
+    for (int64_t d = p->lead_ndim - 1; d >= 0; d--) {
+        offset += b % p->lead_shape[d] * a->lead[d];
+        b /= p->lead_shape[d];
+    }
+    return offset;
+}
+
+static char *at(const mha_array *a, int64_t offset) { return a->data + offset * item_bytes(a->dtype); }
+
+/* The number of keys that query i may see, masks aside. length, offset: of the batch entry. */
+static int64_t visible_keys(const mha_params *p, const int64_t *length, const int64_t *offset, int64_t i)
+{
+    int64_t visible = length ? min64(max64(length[i * p->lengths.row], 0), p->kv_len) : p->kv_len;
+    return p->causal ? max64(min64(visible, i + *offset + 1), 0) : visible;
+}
+
+/* Rows first.. of key/value head kv_head: the queries of its group next to each other, so that a panel's positions, and with
+ * them the keys that it sees, are close together. */
+static void fill_rows(const plan *plan, mha_task *task, mha_row *rows, int64_t batch, int64_t kv_head, int64_t first)
+{
+    const mha_params *p = plan->p;
+    const mha_array *arrays[] = {&p->query, &p->mask, &p->out, &p->lse, &p->weights};
+    int64_t base[5];
+    for (int n = 0; n < 5; n++) base[n] = arrays[n]->data ? lead_offset(p, arrays[n], batch) : 0;
+    const int64_t *length = p->lengths.data ? (const int64_t *)at(&p->lengths, lead_offset(p, &p->lengths, batch)) : NULL;
+    const int64_t *offset = p->causal ? (const int64_t *)at(&p->offset, lead_offset(p, &p->offset, batch)) : NULL;
+    task->rows = rows;
+    task->num_rows = min64(plan->rows - first, plan->rows_per_task);
+    task->visible = 0;
+    int64_t i = first / plan->group, member = first % plan->group;
+    for (int64_t r = 0; r < task->num_rows; r++) {
+        char *lies[5];
+        for (int n = 0; n < 5; n++)
+            lies[n] = arrays[n]->data ? at(arrays[n], base[n] + (kv_head * plan->group + member) * arrays[n]->head +
+                                                          i * arrays[n]->row) : NULL;
+        rows[r] = (mha_row){lies[0], lies[1], lies[2], lies[3], lies[4], visible_keys(p, length, offset, i)};
+        task->visible = max64(task->visible, rows[r].visible);
+        if (++member == plan->group) {
+            member = 0;
+            i++;
+        }
+    }
+}
+
+/* Task t of (batch entries by work, kv heads, row groups from the last to the first): the last rows see most keys, and
+ * tasks of one head follow each other while its keys and values are in the cache. */
+static mha_task open_task(const plan *plan, mha_row *rows, int64_t t)
+{
+    const mha_params *p = plan->p;
+    mha_task task = plan->shared;
+    int64_t row_task = plan->row_tasks - 1 - t % plan->row_tasks;
+    int64_t kv_head = t / plan->row_tasks % p->num_kv_heads, batch = t / plan->row_tasks / p->num_kv_heads;
+    if (plan->order) batch = plan->order[batch];
+    task.key.data = at(&p->key, lead_offset(p, &p->key, batch) + kv_head * p->key.head);
+    task.value.data = at(&p->value, lead_offset(p, &p->value, batch) + kv_head * p->value.head);
+    fill_rows(plan, &task, rows, batch, kv_head, row_task * plan->rows_per_task);
+    task.split_end = divide_up(task.visible, MHA_KEY_SPLIT);
+    return task;
+}
+
+/* ---- phases: attend, merge the states of splits, weights */
+
+typedef enum { ATTEND, MERGE, WEIGHTS, PHASES } phase;
+
+static int64_t phase_tasks(const plan *plan, phase phase)
+{
+    int64_t row_tasks = plan->split_tasks ? plan->tasks / plan->splits : plan->tasks;
+    if (phase == ATTEND) return plan->tasks;
+    return (phase == MERGE ? plan->split_tasks : plan->p->weights.data != NULL) ? row_tasks : 0;
+}
+
+static void run_task(const plan *plan, phase phase, int64_t t, int thread)
+{
+    char *scratch = plan->scratch + thread * plan->thread_bytes;
+    mha_row *rows = (mha_row *)(scratch + align_up(plan->scratch_bytes));
+    int splitting = phase == ATTEND && plan->split_tasks;
+    mha_task task = open_task(plan, rows, splitting ? t / plan->splits : t);
+    if (phase == WEIGHTS) {
+        plan->kernels->panel_weights(&task, scratch);
+    } else if (phase == MERGE) {
+        plan->kernels->merge(&task, plan->states + t * plan->splits * plan->state_bytes, scratch);
+    } else {
+        if (splitting) {
+            int64_t split = t % plan->splits;
+            if (split >= task.split_end) return;
+            task.split_begin = split;
+            task.split_end = split + 1;
+            task.state = plan->states + t * plan->state_bytes;
+        }
+        (plan->few ? plan->kernels->attend_few : plan->kernels->attend_panels)(&task, scratch);
+    }
+}
+
+/* The one place with OpenMP: one region a call, a barrier between phases, tasks in their order to whoever is free. */
+static void run(const plan *plan)
+{
+    if (plan->threads == 1) {
+        uint64_t saved = mha_fp_enter();
+        for (phase phase = ATTEND; phase < PHASES; phase++)
+            for (int64_t t = 0; t < phase_tasks(plan, phase); t++) run_task(plan, phase, t, 0);
+        mha_fp_leave(saved);
+        return;
+    }
+#ifdef _OPENMP
+#pragma omp parallel num_threads(plan->threads)
+    {
+        uint64_t saved = mha_fp_enter();
+        for (int phase = ATTEND; phase < PHASES; phase++) {
+            int64_t tasks = phase_tasks(plan, phase);
+            if (!tasks) continue;
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t t = 0; t < tasks; t++) run_task(plan, phase, t, omp_get_thread_num());
+        }
+        mha_fp_leave(saved);
+    }
+#endif
+}
+
+/* Batch entries by the sum of their lengths, largest first, ties in order (Shell sort: nothing is allocated). */
+static void sort_batches(const plan *plan, int64_t *order, int64_t *work)
+{
+    const mha_params *p = plan->p;
+    for (int64_t b = 0; b < plan->batches; b++) {
+        const int64_t *length = (const int64_t *)at(&p->lengths, lead_offset(p, &p->lengths, b));
+        order[b] = b;
+        work[b] = 0;
+        for (int64_t i = 0; i < (p->lengths.row ? p->q_len : 1); i++) work[b] += length[i * p->lengths.row];
+    }
+    int64_t gap = 1;
+    while (gap < plan->batches / 3) gap = 3 * gap + 1;
+    for (; gap > 0; gap /= 3)
+        for (int64_t n = gap; n < plan->batches; n++) {
+            int64_t b = order[n], m = n;
+            for (; m >= gap; m -= gap) {
+                int64_t other = order[m - gap];
+                if (work[other] > work[b] || (work[other] == work[b] && other < b)) break;
+                order[m] = other;
+            }
+            order[m] = b;
+        }
+}
+
+mha_status mha_forward(const mha_params *params, void *workspace, int64_t workspace_bytes)
+{
+    plan plan;
+    mha_status status = make_plan(&plan, params);
+    if (status != MHA_OK) return status;
+    if (!plan.tasks) return MHA_OK;
+    if (!workspace || plan.bytes < 0 || workspace_bytes < plan.bytes) return MHA_ERR_WORKSPACE;
+    char *memory = (char *)workspace + (64 - (uintptr_t)workspace % 64) % 64;
+    plan.order = NULL;
+    plan.states = memory + plan.order_bytes;
+    plan.scratch = plan.states + (plan.split_tasks ? plan.tasks * plan.state_bytes : 0);
+    if (params->lengths.data && plan.threads > 1 && params->q_len) {
+        plan.order = (int64_t *)memory;
+        sort_batches(&plan, plan.order, plan.order + plan.batches);
+    }
+    run(&plan);
+    return MHA_OK;
+}
+
+/* ---- the build and its runtime */
+
+const char *mha_compiler(void)
+{
+#if defined(__VERSION__) && defined(__clang__)
+    return __VERSION__;
+#elif defined(__VERSION__)
+    return "GCC " __VERSION__;
+#else
+    return "unknown";
+#endif
+}
+
+#ifdef _OPENMP
+int mha_openmp_version(void) { return _OPENMP; }
+int mha_openmp_max_threads(void) { return omp_get_max_threads(); }
+void mha_pause_threads(void)
+{
+#if _OPENMP >= 201511 && !defined(_MSC_VER)
+    omp_pause_resource_all(omp_pause_soft);
+#endif
+}
+#else
+int mha_openmp_version(void) { return 0; }
+int mha_openmp_max_threads(void) { return 1; }
+void mha_pause_threads(void) {}
+#endif

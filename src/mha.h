@@ -1,0 +1,74 @@
+/* The whole C interface of mha_fast: one parameter struct, one call, and what the build and the CPU offer.
+ *
+ * out[..., h, i, :] = softmax_j(scale * query[..., h, i, :] . key[..., h / group, j, :] + mask) value[..., h / group, j, :]
+ * over the keys j that query i may see; group = num_heads / num_kv_heads. A query that sees no key gets 0.
+ *
+ * Strides are in elements and may be anything, 0 and negative included. Arrays are read where they lie and may overlap,
+ * but out, lse and weights overlap nothing. The caller has checked shapes and dtypes; here only O(1) checks are made.
+ * Nothing is allocated, printed or kept between calls.
+ */
+#ifndef MHA_H
+#define MHA_H
+
+#include <stdint.h>
+
+/* NumPy arrays have at most 64 dimensions; heads, rows and columns are not leading ones. */
+#define MHA_MAX_LEAD 62
+
+typedef enum { MHA_OK, MHA_ERR_ISA, MHA_ERR_SHAPE, MHA_ERR_DTYPE, MHA_ERR_WORKSPACE } mha_status;
+typedef enum { MHA_F32, MHA_F64, MHA_BOOL, MHA_I64 } mha_dtype;
+/* Ascending preference within one architecture. */
+typedef enum { MHA_ISA_SCALAR, MHA_ISA_NEON, MHA_ISA_AVX2, MHA_ISA_AVX512, MHA_ISA_COUNT } mha_isa;
+
+/* An array (*lead, head, row, col); data is NULL where the array is absent. */
+typedef struct mha_array {
+    char *data;
+    mha_dtype dtype;
+    int64_t head, row, col;
+    int64_t lead[MHA_MAX_LEAD];
+} mha_array;
+
+typedef struct mha_params {
+    mha_isa isa;
+    mha_dtype dtype; /* of the computation, of out, lse and weights: MHA_F32 or MHA_F64 */
+    int num_threads;
+    int causal; /* query i sees key j only if j <= i + offset */
+    double scale;
+    int64_t lead_ndim, lead_shape[MHA_MAX_LEAD];
+    int64_t num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim;
+    mha_array query, key, value; /* MHA_F32 or MHA_F64; (*lead, heads, len, depth) */
+    mha_array mask;              /* MHA_BOOL (nonzero = may attend), MHA_F32 or MHA_F64 (added); (*lead, heads, q_len, kv_len) */
+    mha_array lengths;           /* MHA_I64 (*lead, q_len): query i sees key j only if j < length */
+    mha_array offset;            /* MHA_I64 (*lead) */
+    mha_array out, lse, weights; /* (*lead, heads, q_len, value_dim | none | kv_len) */
+} mha_params;
+
+typedef struct mha_tiles {
+    int lanes, panel, key_tile, row_tile; /* numbers of queries, queries, keys, queries */
+} mha_tiles;
+
+/* Bytes that mha_forward needs for these parameters; -1 where that is beyond what can be addressed. */
+int64_t mha_workspace_bytes(const mha_params *params);
+mha_status mha_forward(const mha_params *params, void *workspace, int64_t workspace_bytes);
+/* A coarse estimate of the nanoseconds that the call takes on one thread. */
+double mha_estimated_ns(const mha_params *params);
+
+const char *mha_isa_name(mha_isa isa);
+int mha_isa_built(mha_isa isa);
+int mha_isa_usable(mha_isa isa); /* built, and both the CPU and the operating system allow it */
+mha_tiles mha_isa_tiles(mha_isa isa, mha_dtype dtype);
+/* Calls with at most this many rows (q_len * group) per key/value head use the few-query kernel. */
+int mha_few_rows(void);
+int mha_key_block(void);
+int mha_key_split(void);
+
+const char *mha_compiler(void);
+int mha_openmp_version(void); /* 0 without OpenMP */
+int mha_openmp_max_threads(void);
+/* Ends the OpenMP workers that the calling thread owns, so that it may fork. */
+void mha_pause_threads(void);
+
+/* For tests: dst[i] = 2^src[i], src[i] <= 0, by the vector exponential of a level. */
+void mha_exp2(mha_isa isa, mha_dtype dtype, const void *src, void *dst, int64_t count);
+
+#endif

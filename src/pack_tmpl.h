@@ -1,0 +1,61 @@
+/* Copies into the workspace: storage dtype to compute dtype, rows to contiguous rows, queries to a transposed panel.
+ * Takes REAL_DTYPE and REAL_HIGHEST. */
+
+/* float64 to the compute dtype: a finite number stays finite, since only -inf hides a key. */
+MHA_INLINE REAL FN(narrow)(double x)
+{
+    if (x > REAL_HIGHEST && x < INFINITY) return REAL_HIGHEST;
+    if (x < -REAL_HIGHEST && x > -INFINITY) return -REAL_HIGHEST;
+    return (REAL)x;
+}
+
+static void FN(convert)(REAL *RESTRICT dst, const char *src, mha_dtype dtype, int64_t stride, int64_t count)
+{
+    if (dtype == MHA_F32) {
+        const float *from = (const float *)src;
+        if (stride == 1)
+            for (int64_t i = 0; i < count; i++) dst[i] = (REAL)from[i];
+        else
+            for (int64_t i = 0; i < count; i++) dst[i] = (REAL)from[i * stride];
+    } else {
+        const double *from = (const double *)src;
+        for (int64_t i = 0; i < count; i++) dst[i] = FN(narrow)(from[i * stride]);
+    }
+}
+
+MHA_INLINE int64_t FN(item_bytes)(mha_dtype dtype) { return dtype == MHA_F32 ? 4 : dtype == MHA_BOOL ? 1 : 8; }
+
+/* dst[count][dst_row] = rows first.. of a matrix with cols columns, zeros behind them. */
+static void FN(pack_rows)(REAL *dst, int64_t dst_row, const mha_matrix *src, int64_t first, int64_t count, int64_t cols)
+{
+    int64_t bytes = FN(item_bytes)(src->dtype);
+    for (int64_t i = 0; i < count; i++, dst += dst_row) {
+        FN(convert)(dst, src->data + (first + i) * src->row * bytes, src->dtype, src->col, cols);
+        for (int64_t c = cols; c < dst_row; c++) dst[c] = 0;
+    }
+}
+
+/* dst[e][lane] = factor * query[lane][e] for up to lanes queries, zeros in the other lanes; dst_row: its row length. */
+static void FN(pack_query_lanes)(REAL *dst, int64_t dst_row, const mha_task *task, const mha_row *rows, int64_t count,
+                                 REAL factor, REAL *converted)
+{
+    const REAL *from[V(lanes)];
+    int64_t head_dim = task->head_dim;
+    for (int64_t i = 0; i < V(lanes); i++) {
+        from[i] = i < count ? (const REAL *)rows[i].query : NULL;
+        if (!from[i]) continue;
+        if (task->query_dtype != REAL_DTYPE || task->query_col != 1) {
+            FN(convert)(converted + i * head_dim, rows[i].query, task->query_dtype, task->query_col, head_dim);
+            from[i] = converted + i * head_dim;
+        }
+    }
+    for (int64_t e = 0; e < head_dim; e += V(lanes)) {
+        int64_t depth = head_dim - e < V(lanes) ? head_dim - e : V(lanes);
+        VEC r[V(lanes)];
+        UNROLL for (int i = 0; i < V(lanes); i++)
+            r[i] = i >= count ? V(zero)() : depth == V(lanes) ? V(load)(from[i] + e) : V(load_n)(from[i] + e, depth);
+        V(transpose)(r);
+        UNROLL for (int i = 0; i < V(lanes); i++)
+            if (i < depth) V(store)(dst + (e + i) * dst_row, V(mul)(r[i], V(set1)(factor)));
+    }
+}

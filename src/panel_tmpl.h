@@ -1,0 +1,250 @@
+/* Panels of queries against key blocks: online softmax with the scores transposed, so that a query is a lane.
+ *
+ * For each block: S^T = K Q^T; m' = max(m, max S); P = e^(S - m'); l = l e^(m - m') + sum P; O = O e^(m - m') + P V.
+ * A block's sums start at 0. The packed queries hold the scale. The factor log2(e) of the exponential comes after the maximum
+ * is subtracted: before, it would round large scores once more and overflow for a bias near the largest number.
+ * Milakov & Gimelshein 2018; Rabe & Staats 2021; Dao 2023.
+ */
+
+/* A key block: row 0 of keys and values is its first key. */
+typedef struct FN(block) {
+    int64_t first, count;
+    const REAL *keys, *values;
+    int64_t key_row, value_row;
+} FN(block);
+
+MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix)
+{
+    return matrix->dtype == REAL_DTYPE && matrix->col == 1 && !task->pack_keys;
+}
+
+/* whole_vectors: the kernel reads whole vectors of values, so rows that are none are packed. careful: non-finite values
+ * are replaced by 0, see add_non_finite. */
+static FN(block) FN(open_block)(const mha_task *task, FN(scratch) *s, int64_t first, int64_t end, int whole_vectors,
+                                int careful)
+{
+    FN(block) block = {first, end - first, s->keys, s->values, s->few_row, s->out_row};
+    if (FN(in_place)(task, &task->key)) {
+        block.keys = (const REAL *)task->key.data + first * task->key.row;
+        block.key_row = task->key.row;
+    } else {
+        FN(pack_rows)(s->keys, s->few_row, &task->key, first, block.count, task->head_dim);
+    }
+    if (FN(in_place)(task, &task->value) && !careful && !(whole_vectors && task->value_dim % V(lanes))) {
+        block.values = (const REAL *)task->value.data + first * task->value.row;
+        block.value_row = task->value.row;
+    } else {
+        FN(pack_rows)(s->values, s->out_row, &task->value, first, block.count, task->value_dim);
+    }
+    if (careful)
+        for (int64_t i = 0; i < block.count * s->out_row; i++)
+            if (s->values[i] - s->values[i] != 0) s->values[i] = 0;
+    return block;
+}
+
+static void FN(open_panel)(const mha_task *task, FN(scratch) *s, int p, FN(panel) *panel)
+{
+    panel->rows = task->rows + p * V(panel);
+    panel->num_rows = FN(min)(task->num_rows - p * V(panel), V(panel));
+    panel->vecs = (int)(FN(round_up)(panel->num_rows, V(lanes)) / V(lanes));
+    panel->query = s->query[p];
+    panel->shared_mask = 1;
+    panel->visible = panel->all_visible = panel->rows[0].visible;
+    for (int64_t r = 1; r < panel->num_rows; r++) {
+        panel->visible = FN(max)(panel->visible, panel->rows[r].visible);
+        panel->all_visible = FN(min)(panel->all_visible, panel->rows[r].visible);
+        if (panel->rows[r].mask != panel->rows[0].mask) panel->shared_mask = 0;
+    }
+    for (int v = 0; v < panel->vecs; v++) {
+        int strip = v / V(query_vecs) * V(query_vecs);
+        REAL *dst = s->query[p] + strip * V(lanes) * task->head_dim + (v - strip) * V(lanes);
+        FN(pack_query_lanes)(dst, V(query_vecs) * V(lanes), task, panel->rows + v * V(lanes),
+                             panel->num_rows - v * V(lanes) < V(lanes) ? panel->num_rows - v * V(lanes) : V(lanes),
+                             (REAL)task->scale, s->converted);
+    }
+}
+
+/* The scores of a panel against a block, hidden ones -inf, and their maximum in block_max. Gives the number of runs. */
+static int FN(block_scores)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, const FN(block) *block,
+                            FN(run) *runs)
+{
+    int64_t count = FN(min)(block->count, panel->visible - block->first);
+    int64_t plain = task->has_mask ? 0 : FN(min)(count, FN(max)(panel->all_visible - block->first, 0));
+    if (plain < count) plain -= plain % V(key_tile); /* whole tiles */
+    for (int i = 0; i < panel->vecs * V(lanes); i++) s->block_max[i] = -INFINITY;
+    if (plain < count)
+        for (int i = 0; i < panel->vecs * V(lanes); i++) {
+            int64_t visible = panel->rows[FN(min)(i, panel->num_rows - 1)].visible - block->first;
+            s->visible[i] = (REAL)FN(max)(FN(min)(visible, MHA_KEY_BLOCK), 0);
+        }
+    int num_runs = FN(mask_block)(task, s, panel, block->first, count, runs);
+    FN(score_panel)(panel->vecs, panel->query, block->keys, block->key_row, plain, task->head_dim, s->scores,
+                    s->block_max);
+    REAL *scores = s->scores + plain * V(panel);
+    for (int n = 0; n < num_runs; n++) {
+        int64_t from = FN(max)(runs[n].first, plain), keys = runs[n].first + runs[n].count - from;
+        if (keys <= 0) continue;
+        FN(score_panel)(panel->vecs, panel->query, block->keys + from * block->key_row, block->key_row, keys,
+                        task->head_dim, scores, s->unused_max);
+        FN(hide)(task, s, panel, scores, from, keys, count);
+        scores += keys * V(panel);
+    }
+    return num_runs;
+}
+
+/* Scores become weights; row_max, row_sum move on and alpha says by how much the output so far has to shrink. */
+static void FN(block_softmax)(FN(scratch) *s, const FN(panel) *panel, int64_t keys, FN(state) *state)
+{
+    for (int v = 0; v < panel->vecs; v++) {
+        int lane = v * V(lanes);
+        VEC old = V(load)(state->row_max + lane), now = V(max)(old, V(load)(s->block_max + lane));
+        /* -inf - -inf is NaN: while a row has seen nothing, subtract a finite number. */
+        VEC m = V(max)(now, V(set1)(-REAL_HIGHEST)), sum = V(zero)();
+        REAL *scores = s->scores + lane;
+        for (int64_t k = 0; k < keys; k++, scores += V(panel)) {
+            VEC weight = FN(exp_lanes)(V(sub)(V(load)(scores), m));
+            V(store)(scores, weight);
+            sum = V(add)(sum, weight);
+        }
+        VEC alpha = FN(exp_lanes)(V(sub)(old, m));
+        V(store)(s->alpha + lane, alpha);
+        V(store)(state->row_max + lane, now);
+        V(store)(state->row_sum + lane, V(fma)(V(load)(state->row_sum + lane), alpha, sum));
+    }
+}
+
+static int64_t FN(run_keys)(const FN(run) *runs, int num_runs)
+{
+    int64_t keys = 0;
+    for (int n = 0; n < num_runs; n++) keys += runs[n].count;
+    return keys;
+}
+
+/* One panel's state moves on by one block. started: whether out holds something. */
+static void FN(panel_block)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, const FN(block) *block,
+                            FN(state) *state, int *started, int with_output, int careful)
+{
+    FN(run) runs[MHA_KEY_BLOCK / FN(mask_tile)];
+    int num_runs = FN(block_scores)(task, s, panel, block, runs);
+    int64_t keys = FN(run_keys)(runs, num_runs);
+    if (!keys) return;
+    FN(block_softmax)(s, panel, keys, state);
+    if (!with_output) return;
+    FN(output_panel)(panel->num_rows, s->scores, block->values, block->value_row, runs, num_runs, s->alpha, !*started,
+                     state->out, s->out_row);
+    if (careful)
+        FN(add_non_finite)(task, panel->rows, panel->num_rows, block->first, runs, num_runs, s->scores, 1, V(panel),
+                           state->out, s->out_row);
+    *started = 1;
+}
+
+/* The states of all panels over one split of the keys. Panels share packed blocks. */
+static void FN(panels_split)(const mha_task *task, FN(scratch) *s, const FN(panel) *panels, int num_panels,
+                             int64_t split, int with_output, int careful)
+{
+    int64_t end = FN(min)(task->visible, (split + 1) * MHA_KEY_SPLIT);
+    int started[MHA_PANELS_PER_PACK] = {0};
+    for (int p = 0; p < num_panels; p++) FN(clear)(&s->split[p]);
+    for (int64_t first = split * MHA_KEY_SPLIT; first < end; first += MHA_KEY_BLOCK) {
+        FN(block) block = FN(open_block)(task, s, first, FN(min)(end, first + MHA_KEY_BLOCK), 1, careful);
+        for (int p = 0; p < num_panels; p++)
+            if (panels[p].visible > first)
+                FN(panel_block)(task, s, &panels[p], &block, &s->split[p], &started[p], with_output, careful);
+    }
+}
+
+static int FN(open_panels)(const mha_task *task, FN(scratch) *s, FN(panel) *panels, void *memory)
+{
+    FN(lay_out)(s, task, (uintptr_t)memory);
+    int num_panels = (int)(FN(round_up)(task->num_rows, V(panel)) / V(panel));
+    for (int p = 0; p < num_panels; p++) FN(open_panel)(task, s, p, &panels[p]);
+    return num_panels;
+}
+
+/* total takes in the split's state; an empty total changes places with it. */
+static void FN(advance)(int64_t rows, int64_t out_row, FN(state) *total, FN(state) *split,
+                        int is_first)
+{
+    if (is_first) {
+        FN(state) swap = *total;
+        *total = *split;
+        *split = swap;
+    } else {
+        FN(fold)(rows, out_row, total, split);
+    }
+}
+
+static void FN(attend_panels)(const mha_task *task, void *memory)
+{
+    FN(scratch) s;
+    FN(panel) panels[MHA_PANELS_PER_PACK];
+    int num_panels = FN(open_panels)(task, &s, panels, memory);
+    uintptr_t left = (uintptr_t)task->state;
+    if (task->state)
+        for (int p = 0; p < num_panels; p++) s.split[p] = FN(take_state)(&left, task);
+    for (int p = 0; p < num_panels; p++) FN(clear)(&s.total[p]);
+    for (int64_t split = task->split_begin; split < task->split_end; split++) {
+        FN(panels_split)(task, &s, panels, num_panels, split, 1, 0);
+        int finite = 1;
+        for (int p = 0; p < num_panels; p++)
+            finite = finite && FN(is_finite)(&s.split[p], panels[p].num_rows, s.out_row);
+        if (!finite) FN(panels_split)(task, &s, panels, num_panels, split, 1, 1);
+        if (task->state) return;
+        for (int p = 0; p < num_panels; p++)
+            FN(advance)(panels[p].num_rows, s.out_row, &s.total[p], &s.split[p], split == task->split_begin);
+    }
+    for (int p = 0; p < num_panels; p++)
+        FN(finish)(task, panels[p].rows, panels[p].num_rows, s.out_row, &s.total[p]);
+}
+
+/* weights[row][key] for the keys of one block, from the scores and the panel's state over all keys. */
+static void FN(write_weights)(FN(scratch) *s, const FN(panel) *panel, const FN(block) *block,
+                              const FN(state) *state, const FN(run) *runs, int num_runs)
+{
+    for (int v = 0; v < panel->vecs; v++) {
+        int lane = v * V(lanes);
+        int64_t rows = FN(min)(panel->num_rows - lane, V(lanes));
+        const REAL *scores = s->scores + lane;
+        REAL inverse[V(lanes)];
+        for (int i = 0; i < V(lanes); i++) inverse[i] = 1 / state->row_sum[lane + i];
+        VEC m = V(max)(V(load)(state->row_max + lane), V(set1)(-REAL_HIGHEST)), factor = V(load)(inverse);
+        for (int n = 0; n < num_runs; n++)
+            for (int64_t k = 0; k < runs[n].count; k += V(lanes)) {
+                int64_t keys = FN(min)(runs[n].count - k, V(lanes));
+                VEC w[V(lanes)];
+                for (int i = 0; i < V(lanes); i++) {
+                    VEC score = V(load)(scores + FN(min)(i, keys - 1) * V(panel));
+                    w[i] = V(mul)(FN(exp_lanes)(V(sub)(score, m)), factor);
+                    w[i] = V(zero_hidden)(w[i], score);
+                }
+                V(transpose)(w);
+                for (int64_t r = 0; r < rows; r++) {
+                    REAL *dst = (REAL *)panel->rows[lane + r].weights + block->first + runs[n].first + k;
+                    V(store_n)(dst, w[r], keys);
+                }
+                scores += keys * V(panel);
+            }
+    }
+}
+
+/* The weights of the rows of a task over all keys; hidden ones are not written. */
+static void FN(panel_weights)(const mha_task *task, void *memory)
+{
+    FN(scratch) s;
+    FN(panel) panels[MHA_PANELS_PER_PACK];
+    FN(run) runs[MHA_KEY_BLOCK / FN(mask_tile)];
+    int num_panels = FN(open_panels)(task, &s, panels, memory);
+    for (int64_t split = task->split_begin; split < task->split_end; split++) {
+        FN(panels_split)(task, &s, panels, num_panels, split, 0, 0);
+        for (int p = 0; p < num_panels; p++)
+            FN(advance)(panels[p].num_rows, 0, &s.total[p], &s.split[p], split == task->split_begin);
+    }
+    for (int64_t first = 0; first < task->visible; first += MHA_KEY_BLOCK) {
+        FN(block) block = FN(open_block)(task, &s, first, FN(min)(task->visible, first + MHA_KEY_BLOCK), 1, 0);
+        for (int p = 0; p < num_panels; p++) {
+            if (panels[p].visible <= first) continue;
+            int num_runs = FN(block_scores)(task, &s, &panels[p], &block, runs);
+            FN(write_weights)(&s, &panels[p], &block, &s.total[p], runs, num_runs);
+        }
+    }
+}

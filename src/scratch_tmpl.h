@@ -1,0 +1,87 @@
+/* The memory of one thread: how much it is and where everything lies, decided in one place. */
+
+/* The result over a range of keys for the rows of one panel. row_max is -inf and row_sum 0 where no key was
+ * seen; then out is not defined. */
+typedef struct FN(state) {
+    REAL *out; /* [rows][out_row], not normalised */
+    REAL *row_max, *row_sum;
+} FN(state);
+
+typedef struct FN(scratch) {
+    int64_t out_row;              /* value_dim rounded up to whole vectors */
+    int64_t few_row;              /* head_dim rounded up, for the few-query kernel */
+    REAL *query[MHA_PANELS_PER_PACK];
+    FN(state) split[MHA_PANELS_PER_PACK], total[MHA_PANELS_PER_PACK];
+    int64_t score_row;            /* keys of a block and 3 more, rounded up, for the few-query kernel */
+    REAL *scores;                 /* [keys of a block][panel], or [rows][score_row] */
+    REAL *block_max, *unused_max; /* [panel] */
+    REAL *alpha, *visible;        /* [panel] */
+    REAL *keys, *values;          /* a packed block */
+    REAL *bias;                   /* [keys of a block][panel] */
+    REAL *mask_rows;              /* [lanes][keys of a block], converted */
+    REAL *converted;              /* [lanes][head_dim] */
+    uint16_t *bits;               /* [panel / 16][keys of a block]: a bit a query */
+} FN(scratch);
+
+MHA_INLINE int64_t FN(round_up)(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+MHA_INLINE int64_t FN(min)(int64_t a, int64_t b) { return a < b ? a : b; }
+MHA_INLINE int64_t FN(max)(int64_t a, int64_t b) { return a > b ? a : b; }
+
+/* Takes count elements from the memory, on a cache line of their own. */
+static REAL *FN(take)(uintptr_t *memory, int64_t count)
+{
+    REAL *taken = (REAL *)*memory;
+    *memory += (uintptr_t)FN(round_up)(count * (int64_t)sizeof(REAL), 64);
+    return taken;
+}
+
+static FN(state) FN(take_state)(uintptr_t *memory, const mha_task *task)
+{
+    FN(state) state;
+    int64_t rows = FN(min)(task->max_rows, V(panel));
+    state.out = FN(take)(memory, rows * FN(round_up)(task->value_dim, V(lanes)));
+    state.row_max = FN(take)(memory, V(panel));
+    state.row_sum = FN(take)(memory, V(panel));
+    return state;
+}
+
+/* Lays the scratch out over memory (an address, 0 to learn the size) and returns where it ends. */
+static uintptr_t FN(lay_out)(FN(scratch) *s, const mha_task *task, uintptr_t memory)
+{
+    int64_t block = FN(min)(task->kv_len, MHA_KEY_BLOCK);
+    int64_t panels = FN(round_up)(task->max_rows, V(panel)) / V(panel);
+    s->out_row = FN(round_up)(task->value_dim, V(lanes));
+    s->few_row = FN(round_up)(task->head_dim, V(lanes));
+    for (int64_t p = 0; p < panels; p++) {
+        int64_t width = FN(min)(FN(round_up)(task->max_rows, V(query_vecs) * V(lanes)), V(panel));
+        s->query[p] = FN(take)(&memory, FN(max)(width, MHA_FEW_ROWS) * s->few_row);
+        s->split[p] = FN(take_state)(&memory, task);
+        s->total[p] = FN(take_state)(&memory, task);
+    }
+    s->score_row = FN(round_up)(block + 3, V(lanes));
+    s->scores = FN(take)(&memory, FN(max)(block * V(panel), MHA_FEW_ROWS * s->score_row));
+    s->block_max = FN(take)(&memory, V(panel));
+    s->unused_max = FN(take)(&memory, V(panel));
+    s->alpha = FN(take)(&memory, V(panel));
+    s->visible = FN(take)(&memory, V(panel));
+    s->keys = FN(take)(&memory, block * s->few_row);
+    s->values = FN(take)(&memory, block * s->out_row);
+    s->converted = FN(take)(&memory, V(lanes) * task->head_dim);
+    s->bias = FN(take)(&memory, task->has_mask ? block * V(panel) : 0);
+    s->mask_rows = FN(take)(&memory, task->has_mask ? V(lanes) * block : 0);
+    s->bits = (uint16_t *)FN(take)(&memory, task->has_mask ? block * ((V(panel) + 15) / 16) : 0);
+    return memory;
+}
+
+static int64_t FN(scratch_bytes)(const mha_task *task)
+{
+    FN(scratch) s;
+    return (int64_t)FN(lay_out)(&s, task, 0);
+}
+
+static int64_t FN(state_bytes)(const mha_task *task)
+{
+    uintptr_t memory = 0;
+    FN(take_state)(&memory, task);
+    return FN(round_up)(task->max_rows, V(panel)) / V(panel) * (int64_t)memory;
+}

@@ -1,0 +1,134 @@
+/* States: folding them in the order of the keys, and writing the rows at the end. Few-query and panel kernels share this. */
+
+static void FN(clear)(FN(state) *state)
+{
+    for (int i = 0; i < V(panel); i++) {
+        state->row_max[i] = -INFINITY;
+        state->row_sum[i] = 0;
+    }
+}
+
+/* One row of total becomes the merge of total and part, keys of part behind those of total. */
+static void FN(fold_row)(int64_t out_row, REAL *total_out, REAL *total_max, REAL *total_sum,
+                         const REAL *part_out, REAL part_max, REAL part_sum)
+{
+    if (part_sum == 0) return;
+    if (*total_sum == 0) {
+        memcpy(total_out, part_out, (size_t)out_row * sizeof(REAL));
+        *total_max = part_max;
+        *total_sum = part_sum;
+        return;
+    }
+    VEC a = V(set1)(*total_max), b = V(set1)(part_max);
+    VEC m = V(max)(V(max)(a, b), V(set1)(-REAL_HIGHEST));
+    VEC alpha = FN(exp_lanes)(V(sub)(a, m));
+    VEC beta = FN(exp_lanes)(V(sub)(b, m));
+    for (int64_t c = 0; c < out_row; c += V(lanes))
+        V(store)(total_out + c, V(fma)(V(load)(total_out + c), alpha, V(mul)(V(load)(part_out + c), beta)));
+    V(store_n)(total_sum, V(fma)(V(set1)(*total_sum), alpha, V(mul)(V(set1)(part_sum), beta)), 1);
+    V(store_n)(total_max, m, 1);
+}
+
+static void FN(fold)(int64_t rows, int64_t out_row, FN(state) *total, const FN(state) *part)
+{
+    for (int64_t r = 0; r < rows; r++)
+        FN(fold_row)(out_row, total->out + r * out_row, total->row_max + r, total->row_sum + r,
+                     part->out + r * out_row, part->row_max[r], part->row_sum[r]);
+}
+
+/* Whether a query may see a key, from the masks alone. */
+static int FN(sees)(const mha_task *task, const mha_row *row, int64_t key)
+{
+    if (key >= row->visible) return 0;
+    if (!task->has_mask) return 1;
+    const char *mask = row->mask + key * task->mask_col * FN(item_bytes)(task->mask_dtype);
+    if (task->mask_dtype == MHA_BOOL) return *mask != 0;
+    return task->mask_dtype == MHA_F32 ? *(const float *)mask != -INFINITY : *(const double *)mask != -INFINITY;
+}
+
+static int FN(sees_any)(const mha_task *task, const mha_row *row)
+{
+    for (int64_t key = 0; key < row->visible; key++)
+        if (FN(sees)(task, row, key)) return 1;
+    return 0;
+}
+
+/* Writes factor * out to a row of the result; out may be NULL for a row of equal values. */
+static void FN(write_row)(const mha_task *task, REAL *dst, const REAL *out, REAL factor)
+{
+    int64_t cols = task->value_dim;
+    if (out && task->out_col == 1) {
+        VEC scale = V(set1)(factor);
+        int64_t c = 0;
+        for (; c + V(lanes) <= cols; c += V(lanes)) V(store)(dst + c, V(mul)(V(load)(out + c), scale));
+        if (c < cols) V(store_n)(dst + c, V(mul)(V(load)(out + c), scale), cols - c);
+        return;
+    }
+    for (int64_t c = 0; c < cols; c++) dst[c * task->out_col] = out ? out[c] * factor : factor;
+}
+
+/* Normalises and writes the rows of one panel. */
+static void FN(finish)(const mha_task *task, const mha_row *rows, int64_t count, int64_t out_row, const FN(state) *state)
+{
+    for (int64_t r = 0; r < count; r++) {
+        REAL sum = state->row_sum[r];
+        /* A row whose visible scores are all -inf is 0/0; only a row that sees nothing is 0. */
+        int empty = sum == 0;
+        if (empty)
+            FN(write_row)(task, (REAL *)rows[r].out, NULL, FN(sees_any)(task, rows + r) ? (REAL)NAN : 0);
+        else
+            FN(write_row)(task, (REAL *)rows[r].out, state->out + r * out_row, 1 / sum);
+        if (rows[r].lse) *(REAL *)rows[r].lse = empty ? (REAL)-INFINITY : (REAL)(state->row_max[r] + log((double)sum));
+    }
+}
+
+static void FN(merge)(const mha_task *task, void *states, void *memory)
+{
+    FN(scratch) s;
+    FN(lay_out)(&s, task, (uintptr_t)memory);
+    uintptr_t at = (uintptr_t)states;
+    for (int64_t first = 0, p = 0; first < task->num_rows; first += V(panel), p++) FN(clear)(&s.total[p]);
+    for (int64_t split = task->split_begin; split < task->split_end; split++) {
+        uintptr_t end = at + (uintptr_t)FN(state_bytes)(task);
+        for (int64_t first = 0, p = 0; first < task->num_rows; first += V(panel), p++) {
+            FN(state) part = FN(take_state)(&at, task);
+            FN(fold)(FN(min)(task->num_rows - first, V(panel)), s.out_row, &s.total[p], &part);
+        }
+        at = end;
+    }
+    for (int64_t first = 0, p = 0; first < task->num_rows; first += V(panel), p++)
+        FN(finish)(task, task->rows + first, FN(min)(task->num_rows - first, V(panel)), s.out_row, &s.total[p]);
+}
+
+/* Finite numbers only? The rows' own padding columns are finite whenever the rest is. */
+static int FN(is_finite)(const FN(state) *state, int64_t rows, int64_t out_row)
+{
+    VEC nothing = V(zero)();
+    for (int64_t r = 0; r < rows; r++) {
+        if (state->row_sum[r] == 0) continue;
+        for (int64_t c = 0; c < out_row; c += V(lanes))
+            nothing = V(fma)(V(load)(state->out + r * out_row + c), V(zero)(), nothing);
+    }
+    return !V(any_nan)(nothing);
+}
+
+/* With the non-finite entries of the values left out of the product, adds them for the queries that see them.
+ * weights[row * row_step + n * key_step] belongs to the n-th key of the runs. */
+static void FN(add_non_finite)(const mha_task *task, const mha_row *rows, int64_t count, int64_t first_key,
+                               const FN(run) *runs, int num_runs, const REAL *weights, int64_t row_step,
+                               int64_t key_step, REAL *out, int64_t out_row)
+{
+    int64_t n = 0;
+    for (int run = 0; run < num_runs; run++)
+        for (int64_t k = 0; k < runs[run].count; k++, n++) {
+            int64_t key = first_key + runs[run].first + k;
+            const char *value = task->value.data + key * task->value.row * FN(item_bytes)(task->value.dtype);
+            for (int64_t c = 0; c < task->value_dim; c++) {
+                REAL x;
+                FN(convert)(&x, value + c * task->value.col * FN(item_bytes)(task->value.dtype), task->value.dtype, 1, 1);
+                if (x - x == 0) continue;
+                for (int64_t r = 0; r < count; r++)
+                    if (FN(sees)(task, rows + r, key)) out[r * out_row + c] += weights[r * row_step + n * key_step] * x;
+            }
+        }
+}

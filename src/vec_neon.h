@@ -1,0 +1,160 @@
+/* Vector operations of level neon (AArch64 Advanced SIMD): 4 float32 or 2 float64 lanes, 32 registers.
+ *
+ * max gives NaN where either is NaN. below, keep_bits and add_bias put -inf where the key is hidden;
+ * zero_hidden and any_visible take a score of -inf for a hidden key.
+ * frac(x) = x - floor(x) and scale2(p, x) = p * 2^floor(x), for x in the domain that domain() clamps to: below it
+ * 2^x is 0, so results under the smallest normal number are 0.
+ */
+#include <arm_neon.h>
+
+#include "compiler.h"
+
+typedef float32x4_t vec_f32;
+typedef float64x2_t vec_f64;
+
+/* Scores: 8 keys x 3 vectors of queries, 24 accumulators + 3 queries + 1 broadcast. Output: 6 queries x 4 vectors of
+ * columns, 24 + 4 + 1. Few queries: 4 keys x 4 queries, 16 + 4 + 4. */
+enum {
+    vec_f32_lanes = 4, vec_f32_key_tile = 8, vec_f32_query_vecs = 3, vec_f32_panel = 48,
+    vec_f32_row_tile = 6, vec_f32_col_vecs = 4, vec_f32_few_rows = 4,
+    vec_f64_lanes = 2, vec_f64_key_tile = 8, vec_f64_query_vecs = 3, vec_f64_panel = 24,
+    vec_f64_row_tile = 6, vec_f64_col_vecs = 4, vec_f64_few_rows = 4
+};
+
+MHA_INLINE vec_f32 vec_f32_zero(void) { return vdupq_n_f32(0); }
+MHA_INLINE vec_f32 vec_f32_set1(float x) { return vdupq_n_f32(x); }
+MHA_INLINE vec_f32 vec_f32_load(const float *p) { return vld1q_f32(p); }
+MHA_INLINE vec_f32 vec_f32_load_n(const float *p, int64_t n)
+{
+    float lanes[4] = {0};
+    for (int i = 0; i < 4; i++)
+        if (i < n) lanes[i] = p[i];
+    return vld1q_f32(lanes);
+}
+MHA_INLINE void vec_f32_store(float *p, vec_f32 a) { vst1q_f32(p, a); }
+MHA_INLINE void vec_f32_store_n(float *p, vec_f32 a, int64_t n)
+{
+    float lanes[4];
+    vst1q_f32(lanes, a);
+    for (int i = 0; i < 4; i++)
+        if (i < n) p[i] = lanes[i];
+}
+MHA_INLINE vec_f32 vec_f32_add(vec_f32 a, vec_f32 b) { return vaddq_f32(a, b); }
+MHA_INLINE vec_f32 vec_f32_sub(vec_f32 a, vec_f32 b) { return vsubq_f32(a, b); }
+MHA_INLINE vec_f32 vec_f32_mul(vec_f32 a, vec_f32 b) { return vmulq_f32(a, b); }
+MHA_INLINE vec_f32 vec_f32_fma(vec_f32 a, vec_f32 b, vec_f32 c) { return vfmaq_f32(c, a, b); }
+MHA_INLINE vec_f32 vec_f32_max(vec_f32 a, vec_f32 b) { return vmaxq_f32(a, b); }
+MHA_INLINE vec_f32 vec_f32_below(vec_f32 score, vec_f32 key, vec_f32 visible)
+{
+    return vbslq_f32(vcltq_f32(key, visible), score, vdupq_n_f32(-INFINITY));
+}
+MHA_INLINE vec_f32 vec_f32_keep_bits(vec_f32 score, uint32_t bits)
+{
+    static const uint32_t lane[4] = {1, 2, 4, 8};
+    return vbslq_f32(vtstq_u32(vdupq_n_u32(bits), vld1q_u32(lane)), score, vdupq_n_f32(-INFINITY));
+}
+MHA_INLINE vec_f32 vec_f32_add_bias(vec_f32 score, vec_f32 bias)
+{
+    return vbslq_f32(vceqq_f32(bias, vdupq_n_f32(-INFINITY)), bias, vaddq_f32(score, bias));
+}
+MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score)
+{
+    return vbslq_f32(vceqq_f32(score, vdupq_n_f32(-INFINITY)), vdupq_n_f32(0), weight);
+}
+MHA_INLINE int vec_f32_any_visible(vec_f32 score)
+{
+    return vminvq_u32(vceqq_f32(score, vdupq_n_f32(-INFINITY))) == 0;
+}
+MHA_INLINE int vec_f32_any_nan(vec_f32 a) { return vminvq_u32(vceqq_f32(a, a)) == 0; }
+MHA_INLINE vec_f32 vec_f32_domain(vec_f32 x) { return vmaxq_f32(vdupq_n_f32(-127), x); }
+MHA_INLINE vec_f32 vec_f32_frac(vec_f32 x) { return vsubq_f32(x, vrndmq_f32(x)); }
+MHA_INLINE vec_f32 vec_f32_scale2(vec_f32 p, vec_f32 x)
+{
+    int32x4_t exponent = vaddq_s32(vcvtq_s32_f32(vrndmq_f32(x)), vdupq_n_s32(127));
+    return vmulq_f32(p, vreinterpretq_f32_s32(vshlq_n_s32(exponent, 23)));
+}
+MHA_INLINE float vec_f32_hmax(vec_f32 a) { return vmaxvq_f32(a); }
+/* dst[i] = the sum of the lanes of the i-th argument; one order of summation for each. */
+MHA_INLINE void vec_f32_hsum4(vec_f32 a, vec_f32 b, vec_f32 c, vec_f32 d, float *dst)
+{
+    vst1q_f32(dst, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+}
+MHA_INLINE void vec_f32_transpose(vec_f32 r[4])
+{
+    float64x2_t a = vreinterpretq_f64_f32(vtrn1q_f32(r[0], r[1])), b = vreinterpretq_f64_f32(vtrn2q_f32(r[0], r[1]));
+    float64x2_t c = vreinterpretq_f64_f32(vtrn1q_f32(r[2], r[3])), d = vreinterpretq_f64_f32(vtrn2q_f32(r[2], r[3]));
+    r[0] = vreinterpretq_f32_f64(vtrn1q_f64(a, c));
+    r[1] = vreinterpretq_f32_f64(vtrn1q_f64(b, d));
+    r[2] = vreinterpretq_f32_f64(vtrn2q_f64(a, c));
+    r[3] = vreinterpretq_f32_f64(vtrn2q_f64(b, d));
+}
+
+MHA_INLINE vec_f64 vec_f64_zero(void) { return vdupq_n_f64(0); }
+MHA_INLINE vec_f64 vec_f64_set1(double x) { return vdupq_n_f64(x); }
+MHA_INLINE vec_f64 vec_f64_load(const double *p) { return vld1q_f64(p); }
+MHA_INLINE vec_f64 vec_f64_load_n(const double *p, int64_t n)
+{
+    double lanes[2] = {0};
+    for (int i = 0; i < 2; i++)
+        if (i < n) lanes[i] = p[i];
+    return vld1q_f64(lanes);
+}
+MHA_INLINE void vec_f64_store(double *p, vec_f64 a) { vst1q_f64(p, a); }
+MHA_INLINE void vec_f64_store_n(double *p, vec_f64 a, int64_t n)
+{
+    double lanes[2];
+    vst1q_f64(lanes, a);
+    for (int i = 0; i < 2; i++)
+        if (i < n) p[i] = lanes[i];
+}
+MHA_INLINE vec_f64 vec_f64_add(vec_f64 a, vec_f64 b) { return vaddq_f64(a, b); }
+MHA_INLINE vec_f64 vec_f64_sub(vec_f64 a, vec_f64 b) { return vsubq_f64(a, b); }
+MHA_INLINE vec_f64 vec_f64_mul(vec_f64 a, vec_f64 b) { return vmulq_f64(a, b); }
+MHA_INLINE vec_f64 vec_f64_fma(vec_f64 a, vec_f64 b, vec_f64 c) { return vfmaq_f64(c, a, b); }
+MHA_INLINE vec_f64 vec_f64_max(vec_f64 a, vec_f64 b) { return vmaxq_f64(a, b); }
+MHA_INLINE vec_f64 vec_f64_below(vec_f64 score, vec_f64 key, vec_f64 visible)
+{
+    return vbslq_f64(vcltq_f64(key, visible), score, vdupq_n_f64(-INFINITY));
+}
+MHA_INLINE vec_f64 vec_f64_keep_bits(vec_f64 score, uint32_t bits)
+{
+    static const uint64_t lane[2] = {1, 2};
+    return vbslq_f64(vtstq_u64(vdupq_n_u64(bits), vld1q_u64(lane)), score, vdupq_n_f64(-INFINITY));
+}
+MHA_INLINE vec_f64 vec_f64_add_bias(vec_f64 score, vec_f64 bias)
+{
+    return vbslq_f64(vceqq_f64(bias, vdupq_n_f64(-INFINITY)), bias, vaddq_f64(score, bias));
+}
+MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
+{
+    return vbslq_f64(vceqq_f64(score, vdupq_n_f64(-INFINITY)), vdupq_n_f64(0), weight);
+}
+MHA_INLINE int vec_f64_any_visible(vec_f64 score)
+{
+    uint64x2_t hidden = vceqq_f64(score, vdupq_n_f64(-INFINITY));
+    return (vgetq_lane_u64(hidden, 0) & vgetq_lane_u64(hidden, 1)) == 0;
+}
+MHA_INLINE int vec_f64_any_nan(vec_f64 a)
+{
+    uint64x2_t number = vceqq_f64(a, a);
+    return (vgetq_lane_u64(number, 0) & vgetq_lane_u64(number, 1)) == 0;
+}
+MHA_INLINE vec_f64 vec_f64_domain(vec_f64 x) { return vmaxq_f64(vdupq_n_f64(-1023), x); }
+MHA_INLINE vec_f64 vec_f64_frac(vec_f64 x) { return vsubq_f64(x, vrndmq_f64(x)); }
+MHA_INLINE vec_f64 vec_f64_scale2(vec_f64 p, vec_f64 x)
+{
+    int64x2_t exponent = vaddq_s64(vcvtq_s64_f64(vrndmq_f64(x)), vdupq_n_s64(1023));
+    return vmulq_f64(p, vreinterpretq_f64_s64(vshlq_n_s64(exponent, 52)));
+}
+MHA_INLINE double vec_f64_hmax(vec_f64 a) { return vmaxvq_f64(a); }
+MHA_INLINE void vec_f64_hsum4(vec_f64 a, vec_f64 b, vec_f64 c, vec_f64 d, double *dst)
+{
+    vst1q_f64(dst, vpaddq_f64(a, b));
+    vst1q_f64(dst + 2, vpaddq_f64(c, d));
+}
+MHA_INLINE void vec_f64_transpose(vec_f64 r[2])
+{
+    float64x2_t low = vtrn1q_f64(r[0], r[1]);
+    r[1] = vtrn2q_f64(r[0], r[1]);
+    r[0] = low;
+}

@@ -1,0 +1,27 @@
+"""Every example in a docstring and in the README runs and shows what it says."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+MODULES = ["mha_fast"] + [f"mha_fast.{x}" for x in ("_core", "attention", "reference", "_validate", "_config")]
+README = Path(__file__).resolve().parents[1] / "README.md"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name):
+    module = importlib.import_module(name)
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    for test in finder.find(module, name):
+        runner.run(test)
+    assert runner.failures == 0
+
+
+def test_readme():
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(README), "exec"), {})
