@@ -23,7 +23,8 @@ SIZES = [
     ("GPT-2, causal", 1, 12, 12, 1024, 1024, 64, {"is_causal": True}),
     ("one token of Llama 3 8B", 1, 32, 8, 1, 4096, 128, {"enable_gqa": True}),
 ]
-SECONDS_PER_ROW = 1.5
+SECONDS_PER_ROW = 1.0
+PAUSE = 0.1  # seconds in which the other implementation's thread pool stops spinning
 
 
 def worked_example():
@@ -62,8 +63,10 @@ def compare(label, batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, opti
     numbers = [max(1, int(0.01 / seconds(call, 1))) for call in calls]
     times = [[], []]
     end = time.perf_counter() + SECONDS_PER_ROW
-    while time.perf_counter() < end or len(times[0]) < 3:
+    while time.perf_counter() < end or len(times[0]) < 2:
         for call, number, taken in zip(calls, numbers, times, strict=True):
+            time.sleep(PAUSE)
+            call()
             taken.append(seconds(call, number))
     fast, plain = map(statistics.median, times)
     heads = f"{num_heads}" if num_heads == num_kv_heads else f"{num_heads} on {num_kv_heads}"

@@ -302,8 +302,10 @@ def _fits(shape, target):
 def _clipped(integers, low, high):
     """An integer array of any width as int64 within low..high, low <= 0 <= high."""
     if integers.dtype.kind == "u":
-        return np.minimum(integers.astype(np.uint64), np.uint64(high)).astype(np.int64)
-    return np.clip(integers.astype(np.int64), low, high)
+        clipped = np.minimum(integers.astype(np.uint64), np.uint64(high))
+    else:
+        clipped = np.clip(integers.astype(np.int64), low, high)
+    return np.asarray(clipped, np.int64)  # arithmetic on 0-d arrays gives scalars
 
 
 # ---------------------------------------------------------------- shapes of one attention call
@@ -422,8 +424,9 @@ def _counted_keys(array, kv_len):
         counts = np.ceil(array).astype(np.float64)
         if np.isnan(counts).any():
             raise ValueError("valid_lens holds NaN; expected numbers")
-        # The last minimum: float(kv_len) may have been rounded up.
-        return np.minimum(np.clip(counts, 0.0, float(kv_len)).astype(np.int64), kv_len)
+        # float(kv_len) may be rounded up, hence the minimum below.
+        counts = np.clip(counts, 0.0, float(kv_len)).astype(np.int64)
+    return np.asarray(np.minimum(counts, kv_len))
 
 
 def _lengths(array, sizes):

@@ -1,11 +1,17 @@
-/* What differs between compilers: inlining, unrolling, restrict. */
+/* What every level includes: what differs between compilers (inlining, unrolling, restrict, prefetch), and the lowest numbers. */
 #ifndef MHA_COMPILER_H
 #define MHA_COMPILER_H
+
+#include <float.h>
+
+#define LOWEST_F32 (-FLT_MAX)
+#define LOWEST_F64 (-DBL_MAX)
 
 #if defined(_MSC_VER) && !defined(__clang__)
 #define MHA_INLINE static __forceinline
 #define MHA_NOINLINE static __declspec(noinline)
 #define UNROLL
+#define PREFETCH(address) ((void)(address))
 #define RESTRICT __restrict
 #else
 #define MHA_INLINE static inline __attribute__((always_inline, unused))
@@ -13,6 +19,7 @@
 /* The constant loops of the micro-kernels: their arrays live in registers only when unrolled. */
 #define UNROLL _Pragma("GCC unroll 16")
 #define RESTRICT __restrict__
+#define PREFETCH(address) __builtin_prefetch(address)
 #endif
 
 #endif

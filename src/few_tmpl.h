@@ -92,8 +92,8 @@ static void FN(few_hide)(const mha_task *task, FN(scratch) *s, const mha_row *ro
     } else if (task->has_mask) {
         FN(convert)(s->mask_rows, row->mask + first * task->mask_col * FN(item_bytes)(task->mask_dtype),
                     task->mask_dtype, task->mask_col, count);
-        for (int64_t k = 0; k < count; k++)
-            scores[k] = s->mask_rows[k] == (REAL)-INFINITY ? (REAL)-INFINITY : scores[k] + s->mask_rows[k];
+        for (int64_t k = 0; k < count; k += V(lanes))
+            V(store)(scores + k, V(add_bias)(V(load)(scores + k), V(load)(s->mask_rows + k)));
     }
     for (int64_t k = FN(max)(row->visible - first, 0); k < count; k++) scores[k] = -INFINITY;
     for (int64_t k = count; k < s->score_row && k % V(lanes); k++) scores[k] = -INFINITY;

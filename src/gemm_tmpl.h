@@ -53,20 +53,6 @@ MHA_NOINLINE void FN(score_keys)(int64_t keys, int vecs, const REAL *query, cons
         FN(score_vecs)(1, vecs, query, key, key_row, head_dim, scores, max);
 }
 
-/* The scores of count keys for a panel of vecs vectors, whose strips lie one after the other in query. */
-static void FN(score_panel)(int vecs, const REAL *query, const REAL *key, int64_t key_row, int64_t count,
-                            int64_t head_dim, REAL *scores, REAL *max)
-{
-    for (int64_t k = 0; k < count;) {
-        int64_t left = count - k, keys = left >= V(key_tile) ? V(key_tile) : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        for (int v = 0; v < vecs; v += V(query_vecs))
-            FN(score_keys)(keys, vecs - v < V(query_vecs) ? vecs - v : V(query_vecs), query + v * V(lanes) * head_dim,
-                           key + k * key_row, key_row, head_dim, scores + k * V(panel) + v * V(lanes),
-                           max + v * V(lanes));
-        k += keys;
-    }
-}
-
 /* Runs of keys of a block that some row may see; the rows of the scores are these keys one after the other. */
 typedef struct FN(run) {
     int64_t first, count;

@@ -16,7 +16,7 @@
 #define REAL float
 #define SUFFIX f32
 #define REAL_DTYPE MHA_F32
-#define REAL_HIGHEST 3.40282346638528859812e+38f
+#define REAL_HIGHEST FLT_MAX
 #define EXP2_COEFFICIENTS 0x1.e974fap-10f, 0x1.277856p-7f, 0x1.c91ce6p-5f, 0x1.ebdb56p-3f, 0x1.62e4bap-1f, 1.0f
 #include "kernels_tmpl.h"
 #undef REAL
@@ -28,7 +28,7 @@
 #define REAL double
 #define SUFFIX f64
 #define REAL_DTYPE MHA_F64
-#define REAL_HIGHEST 1.79769313486231570815e+308
+#define REAL_HIGHEST DBL_MAX
 #define EXP2_COEFFICIENTS                                                                          \
     0x1.58566fe5ab70ap-31, 0x1.c2c4781f7a633p-28, 0x1.b85f42f1e6966p-24, 0x1.628f3580bf4b8p-20,    \
         0x1.ffcfc6aa0fa7bp-17, 0x1.4308fa1dce4b1p-13, 0x1.5d87ff4d22874p-10, 0x1.3b2ab6f73415ep-7, \

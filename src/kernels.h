@@ -30,6 +30,14 @@ typedef struct mha_row {
     int64_t visible; /* keys at or beyond this one are hidden */
 } mha_row;
 
+/* Rows that a later task will touch, asked for while this one computes: what a head reads for the first time comes from
+ * memory, and the hardware's own prefetch stops at every page. */
+typedef struct mha_ahead {
+    const char *data;
+    int64_t step, rows, row_bytes; /* step in bytes */
+} mha_ahead;
+enum { MHA_AHEAD = 4 };
+
 typedef struct mha_task {
     /* what all tasks of a call share */
     double scale;
@@ -42,6 +50,7 @@ typedef struct mha_task {
     mha_matrix key, value;
     const mha_row *rows;
     int64_t num_rows, visible; /* visible: the largest of the rows' */
+    mha_ahead ahead[MHA_AHEAD];
     int64_t split_begin, split_end;
     void *state; /* NULL: normalise and write the rows; else leave the state of the one split here */
 } mha_task;

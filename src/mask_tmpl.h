@@ -13,6 +13,8 @@ typedef struct FN(panel) {
     int shared_mask;               /* all rows read one mask row */
     int64_t visible, all_visible;  /* some row, or every row, sees keys below this one (masks aside) */
     const REAL *query;
+    const mha_ahead *ahead;        /* NULL: another panel of the task asks */
+    int64_t ahead_rows;            /* per tile of keys */
 } FN(panel);
 
 static void FN(add_run)(FN(run) *runs, int *num_runs, int64_t first, int64_t count)

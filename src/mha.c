@@ -112,7 +112,7 @@ static mha_status make_plan(plan *plan, const mha_params *p)
 {
     if (!mha_isa_built(p->isa)) return MHA_ERR_ISA;
     if (p->dtype != MHA_F32 && p->dtype != MHA_F64) return MHA_ERR_DTYPE;
-    if (p->num_kv_heads < 0 || (p->num_kv_heads == 0) != (p->num_heads == 0)) return MHA_ERR_SHAPE;
+    if (p->num_heads < 0 || p->num_kv_heads < 0 || (p->num_kv_heads == 0 && p->num_heads > 0)) return MHA_ERR_SHAPE;
     if (p->q_len < 0 || p->kv_len < 0 || p->head_dim < 0 || p->value_dim < 0) return MHA_ERR_SHAPE;
     if (p->num_threads < 1 || p->lead_ndim < 0 || p->lead_ndim > MHA_MAX_LEAD) return MHA_ERR_SHAPE;
     plan->p = p;
@@ -207,20 +207,61 @@ static void fill_rows(const plan *plan, mha_task *task, mha_row *rows, int64_t b
     }
 }
 
+/* Where a task lies. */
+typedef struct place {
+    int64_t batch, head, first_row;
+} place;
+
 /* Task t of (batch entries by work, kv heads, row groups from the last to the first): the last rows see most keys, and
  * tasks of one head follow each other while its keys and values are in the cache. */
+static place locate(const plan *plan, int64_t t)
+{
+    int64_t head = t / plan->row_tasks, batch = head / plan->p->num_kv_heads;
+    return (place){plan->order ? plan->order[batch] : batch, head % plan->p->num_kv_heads,
+                   (plan->row_tasks - 1 - t % plan->row_tasks) * plan->rows_per_task};
+}
+
+static char *head_rows(const mha_params *p, const mha_array *a, place place)
+{
+    return at(a, lead_offset(p, a, place.batch) + place.head * a->head);
+}
+
 static mha_task open_task(const plan *plan, mha_row *rows, int64_t t)
 {
     const mha_params *p = plan->p;
     mha_task task = plan->shared;
-    int64_t row_task = plan->row_tasks - 1 - t % plan->row_tasks;
-    int64_t kv_head = t / plan->row_tasks % p->num_kv_heads, batch = t / plan->row_tasks / p->num_kv_heads;
-    if (plan->order) batch = plan->order[batch];
-    task.key.data = at(&p->key, lead_offset(p, &p->key, batch) + kv_head * p->key.head);
-    task.value.data = at(&p->value, lead_offset(p, &p->value, batch) + kv_head * p->value.head);
-    fill_rows(plan, &task, rows, batch, kv_head, row_task * plan->rows_per_task);
+    place place = locate(plan, t);
+    task.key.data = head_rows(p, &p->key, place);
+    task.value.data = head_rows(p, &p->value, place);
+    fill_rows(plan, &task, rows, place.batch, place.head, place.first_row);
     task.split_end = divide_up(task.visible, MHA_KEY_SPLIT);
     return task;
+}
+
+static mha_ahead ahead_rows(const mha_array *a, const char *head, int64_t first, int64_t last, int64_t cols)
+{
+    int64_t bytes = item_bytes(a->dtype);
+    return (mha_ahead){head + first * a->row * bytes, a->row * bytes, last - first, cols * bytes};
+}
+
+/* What task t asks for beside its own work: its share of the next head's keys and values, and the rows of the task that this
+ * thread probably takes next. */
+static void look_ahead(const plan *plan, mha_task *task, int64_t t)
+{
+    const mha_params *p = plan->p;
+    int64_t share = t % plan->row_tasks, next_head = t + plan->row_tasks, next = t + plan->threads;
+    if (next_head < plan->tasks) {
+        place place = locate(plan, next_head);
+        int64_t first = p->kv_len * share / plan->row_tasks, last = p->kv_len * (share + 1) / plan->row_tasks;
+        task->ahead[0] = ahead_rows(&p->key, head_rows(p, &p->key, place), first, last, p->head_dim);
+        task->ahead[1] = ahead_rows(&p->value, head_rows(p, &p->value, place), first, last, p->value_dim);
+    }
+    if (next < plan->tasks && plan->group == 1) {
+        place place = locate(plan, next);
+        int64_t last = min64(place.first_row + plan->rows_per_task, plan->rows);
+        task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, place), place.first_row, last, p->head_dim);
+        task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, place), place.first_row, last, p->value_dim);
+    }
 }
 
 /* ---- phases: attend, merge the states of splits, weights */
@@ -245,6 +286,7 @@ static void run_task(const plan *plan, phase phase, int64_t t, int thread)
     } else if (phase == MERGE) {
         plan->kernels->merge(&task, plan->states + t * plan->splits * plan->state_bytes, scratch);
     } else {
+        if (!plan->split_tasks && !plan->few) look_ahead(plan, &task, t);
         if (splitting) {
             int64_t split = t % plan->splits;
             if (split >= task.split_end) return;

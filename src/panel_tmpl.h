@@ -42,12 +42,48 @@ static FN(block) FN(open_block)(const mha_task *task, FN(scratch) *s, int64_t fi
     return block;
 }
 
+/* Rows to ask for per tile of keys, so that a panel asks for all of them. */
+static int64_t FN(ahead_rows)(const mha_task *task)
+{
+    int64_t most = 0, tiles = task->visible / V(key_tile) + 1;
+    for (int n = 0; n < MHA_AHEAD; n++) most = FN(max)(most, task->ahead[n].rows);
+    return (most + tiles - 1) / tiles;
+}
+
+static void FN(look_ahead)(const mha_ahead *ahead, int64_t begin, int64_t end)
+{
+    for (int n = 0; n < MHA_AHEAD; n++)
+        for (int64_t r = begin; r < FN(min)(end, ahead[n].rows); r++)
+            for (int64_t byte = 0; byte < ahead[n].row_bytes; byte += 64)
+                PREFETCH(ahead[n].data + r * ahead[n].step + byte);
+}
+
+/* The scores of keys first.. of a block for a panel, whose strips of queries lie one after the other. */
+static void FN(score_panel)(const FN(panel) *panel, const FN(block) *block, int64_t first, int64_t count,
+                            int64_t head_dim, REAL *scores, REAL *max)
+{
+    for (int64_t k = first; k < first + count;) {
+        int64_t left = first + count - k, keys = left >= V(key_tile) ? V(key_tile) : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        int64_t asked = (block->first + k) / V(key_tile) * panel->ahead_rows;
+        if (panel->ahead) FN(look_ahead)(panel->ahead, asked, asked + panel->ahead_rows);
+        for (int v = 0; v < panel->vecs; v += V(query_vecs)) {
+            int vecs = panel->vecs - v < V(query_vecs) ? panel->vecs - v : V(query_vecs);
+            FN(score_keys)(keys, vecs, panel->query + v * V(lanes) * head_dim, block->keys + k * block->key_row,
+                           block->key_row, head_dim, scores + v * V(lanes), max + v * V(lanes));
+        }
+        scores += keys * V(panel);
+        k += keys;
+    }
+}
+
 static void FN(open_panel)(const mha_task *task, FN(scratch) *s, int p, FN(panel) *panel)
 {
     panel->rows = task->rows + p * V(panel);
     panel->num_rows = FN(min)(task->num_rows - p * V(panel), V(panel));
     panel->vecs = (int)(FN(round_up)(panel->num_rows, V(lanes)) / V(lanes));
     panel->query = s->query[p];
+    panel->ahead = p == 0 ? task->ahead : NULL;
+    panel->ahead_rows = FN(ahead_rows)(task);
     panel->shared_mask = 1;
     panel->visible = panel->all_visible = panel->rows[0].visible;
     for (int64_t r = 1; r < panel->num_rows; r++) {
@@ -78,14 +114,12 @@ static int FN(block_scores)(const mha_task *task, FN(scratch) *s, const FN(panel
             s->visible[i] = (REAL)FN(max)(FN(min)(visible, MHA_KEY_BLOCK), 0);
         }
     int num_runs = FN(mask_block)(task, s, panel, block->first, count, runs);
-    FN(score_panel)(panel->vecs, panel->query, block->keys, block->key_row, plain, task->head_dim, s->scores,
-                    s->block_max);
+    FN(score_panel)(panel, block, 0, plain, task->head_dim, s->scores, s->block_max);
     REAL *scores = s->scores + plain * V(panel);
     for (int n = 0; n < num_runs; n++) {
         int64_t from = FN(max)(runs[n].first, plain), keys = runs[n].first + runs[n].count - from;
         if (keys <= 0) continue;
-        FN(score_panel)(panel->vecs, panel->query, block->keys + from * block->key_row, block->key_row, keys,
-                        task->head_dim, scores, s->unused_max);
+        FN(score_panel)(panel, block, from, keys, task->head_dim, scores, s->unused_max);
         FN(hide)(task, s, panel, scores, from, keys, count);
         scores += keys * V(panel);
     }
@@ -227,6 +261,16 @@ static void FN(write_weights)(FN(scratch) *s, const FN(panel) *panel, const FN(b
     }
 }
 
+/* A sum that is 0 or no number is no sum of weights: all that the row sees is NaN, as in 0/0 and inf/inf. */
+static void FN(undefined_weights)(const mha_task *task, const FN(panel) *panel, const FN(state) *state)
+{
+    for (int64_t r = 0; r < panel->num_rows; r++) {
+        if (state->row_sum[r] > 0 && state->row_sum[r] < INFINITY) continue;
+        for (int64_t key = 0; key < panel->rows[r].visible; key++)
+            ((REAL *)panel->rows[r].weights)[key] = FN(sees)(task, panel->rows + r, key) ? (REAL)NAN : 0;
+    }
+}
+
 /* The weights of the rows of a task over all keys; hidden ones are not written. */
 static void FN(panel_weights)(const mha_task *task, void *memory)
 {
@@ -247,4 +291,5 @@ static void FN(panel_weights)(const mha_task *task, void *memory)
             FN(write_weights)(&s, &panels[p], &block, &s.total[p], runs, num_runs);
         }
     }
+    for (int p = 0; p < num_panels; p++) FN(undefined_weights)(task, &panels[p], &s.total[p]);
 }

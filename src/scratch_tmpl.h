@@ -68,7 +68,7 @@ static uintptr_t FN(lay_out)(FN(scratch) *s, const mha_task *task, uintptr_t mem
     s->values = FN(take)(&memory, block * s->out_row);
     s->converted = FN(take)(&memory, V(lanes) * task->head_dim);
     s->bias = FN(take)(&memory, task->has_mask ? block * V(panel) : 0);
-    s->mask_rows = FN(take)(&memory, task->has_mask ? V(lanes) * block : 0);
+    s->mask_rows = FN(take)(&memory, task->has_mask ? V(lanes) * s->score_row : 0);
     s->bits = (uint16_t *)FN(take)(&memory, task->has_mask ? block * ((V(panel) + 15) / 16) : 0);
     return memory;
 }

@@ -72,13 +72,16 @@ static void FN(finish)(const mha_task *task, const mha_row *rows, int64_t count,
 {
     for (int64_t r = 0; r < count; r++) {
         REAL sum = state->row_sum[r];
-        /* A row whose visible scores are all -inf is 0/0; only a row that sees nothing is 0. */
-        int empty = sum == 0;
-        if (empty)
-            FN(write_row)(task, (REAL *)rows[r].out, NULL, FN(sees_any)(task, rows + r) ? (REAL)NAN : 0);
-        else
+        REAL lse = (REAL)(state->row_max[r] + log((double)sum));
+        if (sum == 0) {
+            /* A row whose visible scores are all -inf is 0/0; only a row that sees nothing is 0. */
+            int undefined = FN(sees_any)(task, rows + r);
+            lse = undefined ? (REAL)NAN : (REAL)-INFINITY;
+            FN(write_row)(task, (REAL *)rows[r].out, NULL, undefined ? (REAL)NAN : 0);
+        } else {
             FN(write_row)(task, (REAL *)rows[r].out, state->out + r * out_row, 1 / sum);
-        if (rows[r].lse) *(REAL *)rows[r].lse = empty ? (REAL)-INFINITY : (REAL)(state->row_max[r] + log((double)sum));
+        }
+        if (rows[r].lse) *(REAL *)rows[r].lse = lse;
     }
 }
 

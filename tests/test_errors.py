@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mha_fast
-from mha_fast import reference
+from mha_fast import _validate, reference
 
 IMPLEMENTATIONS = {"fast": mha_fast, "reference": reference}
 SUPPORTED = "float32 and float64 are supported, bool and integers become float64"
@@ -469,6 +469,56 @@ def test_an_error_comes_before_the_warning(implementation):
     assert raised(lambda: implementation.scaled_dot_product_attention(**arguments))[0] is TypeError
 
 
+# ---------------------------------------------------------------- what comes out of the checks
+
+
+@pytest.mark.parametrize("ndim", [2, 3, 4, 5])
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+@pytest.mark.parametrize("per_query", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True, "lower_right"])
+@pytest.mark.parametrize("dtype", ["float32", ">f4", "int16"])
+def test_a_call_is_final(ndim, layout, per_query, is_causal, dtype):
+    """Every field has the type, dtype and rank that the implementations rely on."""
+    lead, result = ((3, 2)[5 - ndim :], "float64" if dtype == "int16" else "float32")
+    heads = (2,) if ndim > 2 else ()
+
+    def array(length, width):
+        shape = (*lead, *heads, length, width)
+        array = np.broadcast_to(np.ones((), dtype), shape)
+        return array.swapaxes(-3, -2) if layout == "blhd" and ndim > 2 else array
+
+    out = array(3, 7).astype(result)
+    call = _validate.attention_call(
+        query=array(3, 6), key=array(5, 6), value=array(5, 7), attn_mask=np.ones(5, "f2"), dropout_p=0,
+        is_causal=is_causal, scale=np.float32(2), enable_gqa=np.False_, layout=layout, return_lse=np.True_,
+        valid_lens=np.full((*lead, 3) if per_query else lead, 2.5, "f4"), return_weights=False, out=out,
+        q_offset=np.int8(1) if is_causal is True else None, num_threads=np.int16(2),
+    )  # fmt: skip
+    lead = call.query.shape[:-3]
+    assert call.query.shape == (*lead, 2 if heads else 1, 3, 6)
+    assert call.key.shape == (*lead, 2 if heads else 1, 5, 6)
+    assert call.value.shape == (*lead, 2 if heads else 1, 5, 7)
+    assert call.mask.shape == (*lead, 2 if heads else 1, 3, 5)
+    assert call.out.shape == (*lead, 2 if heads else 1, 3, 7)
+    assert call.shape == out.shape
+    for field in (call.query, call.key, call.value, call.mask, call.lengths, call.offset, call.out):
+        assert type(field) is np.ndarray
+        assert field.dtype.isnative
+        assert field.flags.aligned
+    assert call.query.dtype == call.dtype == result
+    assert call.mask.dtype == np.float32
+    assert call.mask.strides[:-1] == (0,) * (call.mask.ndim - 1)
+    assert (call.lengths.shape, call.lengths.dtype) == ((*lead, 3), np.int64)
+    assert (call.offset.shape, call.offset.dtype) == (lead, np.int64)
+    assert (call.lengths == 3).all()
+    assert (call.offset == {False: 0, True: 1, "lower_right": 2 if per_query else 0}[is_causal]).all()
+    assert call.out_object is out
+    assert np.shares_memory(call.out, out)
+    assert (type(call.causal), type(call.scale), type(call.return_lse)) == (bool, float, bool)
+    assert (type(call.num_threads), call.num_threads) == (int, 2)
+    assert call.num_head_axes == len(heads)
+
+
 # ---------------------------------------------------------------- nothing ends the process
 
 
@@ -493,12 +543,12 @@ def test_sizes_that_no_memory_holds(implementation, case, dtype):
     assert text
 
 
-def test_a_mask_that_no_memory_holds(implementation):
-    arrays = [np.broadcast_to(1.0, (1, 2**40, 1)) for _ in range(3)]
-    mask = np.broadcast_to(np.float16(0), (2**40, 2**40 // 2**20))
-    kind, text = raised(lambda: implementation.scaled_dot_product_attention(*arrays, mask))
-    assert kind is ValueError
-    assert text.startswith("attn_mask has shape")
+def test_a_mask_that_no_array_holds(implementation):
+    """One bias for each of 2**40 queries fits, and would be seen as 2**80 numbers."""
+    arrays = [np.broadcast_to(1.0, (1, 2**40, width)) for width in (1, 1, 0)]
+    mask = np.broadcast_to(np.float16(0), (2**40, 1))
+    got = raised(lambda: implementation.scaled_dot_product_attention(*arrays, mask))
+    assert got == (ValueError, f"attn_mask would have shape (1, {2**40}, {2**40}), more than an array can hold")
 
 
 @pytest.mark.parametrize("dtype", ["O", "c8", "g", "S3", "U2", "M8[s]", "m8[s]", "V4", "i1,f4", "f2"])
@@ -531,6 +581,13 @@ def test_empty_arrays_never_end_the_process(implementation, zeros):
         assert out.shape == (b, h, n, ev)
         assert lse.shape == (b, h, n)
         assert weights.shape == (b, h, n, s)
+
+
+@pytest.mark.parametrize("kv_heads", [0, 1, 3])
+def test_no_query_heads_over_some_key_heads(implementation, kv_heads):
+    """0 is a multiple of every number: an empty result."""
+    arrays = ones(2, 0, 3, 6), ones(2, kv_heads, 5, 6), ones(2, kv_heads, 5, 7)
+    assert implementation.scaled_dot_product_attention(*arrays, enable_gqa=True).shape == (2, 0, 3, 7)
 
 
 # ---------------------------------------------------------------- the layer

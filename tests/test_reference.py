@@ -648,7 +648,7 @@ def test_memory_does_not_matter(rng, view, which, dtype):
 
 
 def test_broadcast_inputs_stay_views(rng):
-    """4e12 keys and queries that repeat along the batch; only what is asked for is computed."""
+    """A batch that repeats, and one of 2**40 elements without a query: nothing is copied or looped over."""
     query, key, value = qkv(rng, batch=1)
     wide = [np.broadcast_to(array, (3, *array.shape[1:])) for array in (query, key, value)]
     want = scaled_dot_product_attention(query, key, value)

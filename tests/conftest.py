@@ -1,0 +1,160 @@
+"""What the tests share: seeds, levels, input drawing, the oracle, the one tolerance table and the one comparison."""
+
+import math
+import zlib
+
+import numpy as np
+import pytest
+
+import mha_fast
+from mha_fast import _config, reference
+
+DTYPES = ("float32", "float64")
+CONFIG = mha_fast.show_config()
+LEVELS = CONFIG["levels_built"]
+
+# The unit roundoff of each compute dtype; the rest of the bound is `allowed`.
+#
+# An output is sum(w v) / sum(w). To first order its error is at most (2 eps + sums) max|v|, where eps is the relative error
+# of a weight w = e^(s - m), that is the absolute error of s - m, and "sums" that of the two sums over keys.
+# - s is a sum over the depth E of products with partial sums of about |s|, then at most three more roundings (scale, bias,
+#   difference to the maximum) of numbers of at most twice its size M, and one by log2(e). Rounding errors are a random
+#   walk (Higham & Mary 2019: 4 sqrt(n) instead of n fails once in 3000 sums where all partial sums are as large as the last,
+#   and here one of them is in some hundreds), so eps <= u (4 sqrt(E) + 8) M; the exponential adds 4 u.
+# - Sums run over blocks of 256 keys, from 0: 4 sqrt(256) u; over 4096 keys 16 block sums more.
+# Together u (2 (4 sqrt(E) + 8) M + 8 + 2 * 64 + 2 * 16). With unit normal inputs (E = 64, M = 5) that is 6e-5 of the
+# largest value in float32. One wrong key of a thousand is a hundred times that. How exact the kernels really are is
+# test_numerics' matter; this table decides right or wrong, and no retuning may make it flaky.
+UNIT = {"float32": 2.0**-24, "float64": 2.0**-53}
+
+
+def allowed(dtype, width, largest_score):
+    """The error relative to the largest value; largest_score is that of all finite scores, bias included."""
+    return UNIT[dtype] * (2 * (4 * math.sqrt(width) + 8) * largest_score + 168)
+
+
+_seed = None
+
+
+@pytest.fixture
+def rng(request):
+    """A generator whose seed is a hash of the test's id, so it is the same in every run and order."""
+    global _seed
+    _seed = zlib.crc32(request.node.nodeid.rpartition("/")[2].encode())
+    print(f"seed {_seed}")
+    yield np.random.default_rng(_seed)
+    _seed = None
+
+
+@pytest.fixture(params=LEVELS)
+def isa(request):
+    """Each level of the build, in force for one test, on one thread unless the test asks for more.
+
+    Threads are the matter of test_bits and test_threads; on a busy machine each parallel call may wait for a time slice.
+    """
+    if request.param not in CONFIG["levels_usable"]:
+        pytest.skip(f"level {request.param} is built, but this CPU or system lacks it")
+    before = mha_fast.show_config()["level"]
+    _config.set_level(request.param)
+    mha_fast.set_num_threads(1)
+    yield request.param
+    mha_fast.set_num_threads(None)
+    _config.set_level(before)
+
+
+@pytest.fixture
+def attend():
+    return mha_fast.scaled_dot_product_attention
+
+
+def tiles(dtype):
+    """Tile sizes of the level in force, with those that all levels share."""
+    config = mha_fast.show_config()
+    return config["tiles"][dtype] | {name: config[name] for name in ("few_rows", "key_block", "key_split")}
+
+
+def draw(rng, *shape, dtype="float64"):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def qkv(rng, batch=2, heads=2, queries=20, keys=30, width=24, kv_heads=None, value_width=None, dtype="float64"):
+    """query, key and value, (batch, heads, length, width)."""
+    kv_heads = kv_heads or heads
+    value_width = width if value_width is None else value_width
+    return (
+        draw(rng, batch, heads, queries, width, dtype=dtype),
+        draw(rng, batch, kv_heads, keys, width, dtype=dtype),
+        draw(rng, batch, kv_heads, keys, value_width, dtype=dtype),
+    )
+
+
+def wide(x):
+    """The same numbers in float64; what is no floating array stays."""
+    return np.asarray(x).astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
+
+
+def exact(query, key, value, attn_mask=None, **options):
+    """The reference in float64 on the same numbers: out, lse, weights."""
+    options.pop("num_threads", None)
+    options.pop("out", None)
+    options |= {"return_lse": True, "return_weights": True}
+    return reference.scaled_dot_product_attention(wide(query), wide(key), wide(value), wide(attn_mask), **options)
+
+
+def largest_score(query, key, scale=None, mask=None, layout="bhld"):
+    """The largest finite |score| of all pairs, hidden ones too, with its bias."""
+    query, key = (wide(np.asarray(x)) for x in (query, key))
+    if layout == "blhd" and query.ndim > 2:
+        query, key = query.swapaxes(-3, -2), key.swapaxes(-3, -2)
+    width = query.shape[-1]
+    scale = scale if scale is not None else 1 / math.sqrt(width or 1)
+    if query.ndim > 2 and key.shape[-3] != query.shape[-3]:
+        key = np.repeat(key, query.shape[-3] // key.shape[-3], axis=-3)
+    with np.errstate(all="ignore"):
+        scores = scale * (query @ key.swapaxes(-1, -2))
+    bias = 0.0 if mask is None or mask.dtype == bool else largest(wide(mask))
+    return largest(scores) + bias
+
+
+def largest(array):
+    """The largest finite number, at least 1."""
+    return float(np.abs(array[np.isfinite(array)]).max(initial=1.0))
+
+
+def assert_close(got, want, limit, what="out"):
+    """Every |got - want| <= limit; NaN and infinities exactly where they are wanted."""
+    got, want = np.asarray(got), np.asarray(want, np.float64)
+    where = f"{what}: isa {mha_fast.show_config()['level']}, dtype {got.dtype}, shape {got.shape}, seed {_seed}"
+    assert got.shape == want.shape, f"{where}, expected shape {want.shape}"
+    differs = np.isnan(got) != np.isnan(want)
+    assert not differs.any(), f"{where}, NaN in one alone at {np.argwhere(differs)[:3].tolist()} of {differs.sum()}"
+    finite = np.isfinite(want)
+    differs = ~finite & ~np.isnan(want) & (got != want)
+    assert not differs.any(), f"{where}, infinities differ at {np.argwhere(differs)[:3].tolist()}"
+    if not finite.any():
+        return
+    error = np.zeros(want.shape)
+    error[finite] = np.abs(got[finite].astype(np.float64) - want[finite])
+    worst = np.unravel_index(np.argmax(error), error.shape)
+    assert error[worst] <= limit, (
+        f"{where}, at {tuple(map(int, worst))}: {got[worst]!r}, expected {want[worst]!r}, "
+        f"error {error[worst]:.3g} > {limit:.3g}"
+    )
+
+
+def check(query, key, value, attn_mask=None, **options):
+    """The fast call against the oracle: out, log-sum-exp and weights; then out alone, from the common path."""
+    call = mha_fast.scaled_dot_product_attention
+    dtype = np.result_type(query, key, value).name
+    score = largest_score(query, key, options.get("scale"), attn_mask, options.get("layout", "bhld"))
+    bound = allowed(dtype, query.shape[-1], score)
+    want = exact(query, key, value, attn_mask, **options)
+    got = call(query, key, value, attn_mask, return_lse=True, return_weights=True, **options)
+    # |lse| is at most M + log S, so its own rounding lies within the bound too.
+    limits = {"out": bound * largest(value), "lse": bound, "weights": bound}
+    for (name, limit), g, w in zip(limits.items(), got, want, strict=True):
+        assert g.dtype == dtype, name
+        assert_close(g, w, limit, name)
+    alone = call(query, key, value, attn_mask, **options)
+    assert np.array_equal(alone, got[0], equal_nan=True), "out alone has other bits than with lse and weights"
+    return got[0]

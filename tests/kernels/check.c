@@ -1,0 +1,683 @@
+/* Checks of the C core without Python: every usable level and both dtypes against a plain computation in double.
+ *
+ *     check [SEED]
+ *
+ * Sizes lie around the borders of tiles, blocks and splits; options are drawn from the seed. Each array lies between guard
+ * bands of NaN (poisoned under AddressSanitizer) and what its strides skip is NaN, so is the workspace. Prints the first
+ * wrong element of each failing case.
+ */
+#include <float.h>
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "mha.h"
+
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#define ASAN_UNPOISON_MEMORY_REGION(address, size) ((void)(address), (void)(size))
+#endif
+
+#define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
+
+typedef struct checker {
+    uint64_t seed, random;
+    int64_t passed, failed;
+} checker;
+
+/* SplitMix64: the next number below limit. */
+static int64_t draw(checker *c, int64_t limit)
+{
+    uint64_t z = c->random += 0x9e3779b97f4a7c15u;
+    z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return (int64_t)((z ^ z >> 31) >> 1) % limit;
+}
+
+static double draw_real(checker *c) { return (double)draw(c, 1 << 24) / (1 << 23) - 1; }
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* ---- memory between guard bands */
+
+enum { GUARD = 256, UNSET = 0xff }; /* bytes of 0xff are NaN as float and as double */
+
+typedef struct region {
+    unsigned char *base;
+    size_t size; /* without the two bands */
+} region;
+
+static unsigned char *content(const region *r) { return r->base + GUARD; }
+
+static region open_region(int64_t size)
+{
+    region r = {malloc((size_t)size + 2 * GUARD), (size_t)size};
+    if (!r.base) {
+        fprintf(stderr, "no memory for %lld bytes\n", (long long)size);
+        exit(1);
+    }
+    memset(r.base, UNSET, r.size + 2 * GUARD);
+    ASAN_POISON_MEMORY_REGION(r.base, GUARD);
+    ASAN_POISON_MEMORY_REGION(content(&r) + r.size, GUARD);
+    return r;
+}
+
+static int is_unset(const unsigned char *bytes, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (bytes[i] != UNSET) return 0;
+    return 1;
+}
+
+/* Whether the bands are as they were. */
+static int close_region(region *r)
+{
+    ASAN_UNPOISON_MEMORY_REGION(r->base, r->size + 2 * GUARD);
+    int intact = is_unset(r->base, GUARD) && is_unset(content(r) + r->size, GUARD);
+    free(r->base);
+    return intact;
+}
+
+/* FNV-1a over words of 8 bytes and what is left. */
+static uint64_t digest(const region *r)
+{
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (size_t i = 0; i < r->size; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, content(r) + i, r->size - i < 8 ? r->size - i : 8);
+        hash = (hash ^ word ^ word >> 32) * 0x100000001b3u;
+    }
+    return hash;
+}
+
+/* ---- arrays */
+
+enum {
+    PADDED = 1 << 0, STRIDED = 1 << 1, REVERSED = 1 << 2, ROWS_FIRST = 1 << 3, BROADCAST = 1 << 4, FAR = 1 << 5,
+    MIXED = 1 << 6, LENGTHS = 1 << 7, ONE_LENGTH = 1 << 8, CAUSAL = 1 << 9, LSE = 1 << 10, WEIGHTS = 1 << 11,
+    OUT_STRIDED = 1 << 12, POISON = 1 << 13, BOOL_MASK = 1 << 14, FLOAT_MASK = 1 << 15, OTHER_MASK = 1 << 16,
+    ONE_MASK_ROW = 1 << 17
+};
+static const char *const option_names[] = {
+    "padded", "strided", "reversed", "rows first", "broadcast", "far", "mixed", "lengths", "one length", "causal", "lse",
+    "weights", "out strided", "poison", "bool mask", "float mask", "mask of the other dtype", "one mask row"
+};
+
+typedef struct view {
+    mha_array array;
+    int64_t outer, inner, heads, rows, cols; /* outer, inner: the leading dimensions */
+    region memory;
+    uint64_t digest;
+} view;
+
+static int64_t item_bytes(mha_dtype dtype) { return dtype == MHA_BOOL ? 1 : dtype == MHA_F32 ? 4 : 8; }
+
+/* An array (*lead, heads, rows, cols), laid out as the options say, between guard bands that its last element
+ * touches. A single head or row has stride 0 and so serves any number of them. */
+static view open_view(mha_dtype dtype, const int64_t lead[2], int64_t heads, int64_t rows, int64_t cols, unsigned options)
+{
+    view v = {.outer = lead[0], .inner = lead[1], .heads = heads, .rows = rows, .cols = cols};
+    int64_t pad = options & FAR ? 512 : options & PADDED ? 3 : 0;
+    int64_t col = options & STRIDED ? 2 : 1, pitch = cols * col + pad;
+    int64_t row = options & ROWS_FIRST ? pitch * heads + pad : pitch, head = options & ROWS_FIRST ? pitch : pitch * rows + pad;
+    int64_t inner = options & ROWS_FIRST ? row * rows : head * heads, outer = options & BROADCAST ? 0 : inner * lead[1];
+    int64_t last = (lead[0] - 1) * outer + (lead[1] - 1) * inner + (heads - 1) * head + (rows - 1) * row + (cols - 1) * col;
+    int64_t sign = options & REVERSED ? -1 : 1;
+    if (!heads || !rows || !cols) last = -1;
+    v.memory = open_region((last + 1) * item_bytes(dtype));
+    v.array.data = (char *)content(&v.memory) + (sign < 0 ? larger(last, 0) * item_bytes(dtype) : 0);
+    v.array.dtype = dtype;
+    v.array.head = heads == 1 ? 0 : sign * head;
+    v.array.row = rows == 1 ? 0 : sign * row;
+    v.array.col = sign * col;
+    v.array.lead[0] = sign * outer;
+    v.array.lead[1] = sign * inner;
+    return v;
+}
+
+static char *cell(const view *v, int64_t b, int64_t h, int64_t i, int64_t c)
+{
+    const mha_array *a = &v->array;
+    int64_t lead = b / v->inner * a->lead[0] + b % v->inner * a->lead[1];
+    return a->data + (lead + h * a->head + i * a->row + c * a->col) * item_bytes(a->dtype);
+}
+
+static double get(const view *v, int64_t b, int64_t h, int64_t i, int64_t c)
+{
+    const char *from = cell(v, b, h, i, c);
+    if (v->array.dtype == MHA_F32) return *(const float *)from;
+    return v->array.dtype == MHA_F64 ? *(const double *)from : *from;
+}
+
+static void set(const view *v, int64_t b, int64_t h, int64_t i, int64_t c, double x)
+{
+    char *to = cell(v, b, h, i, c);
+    if (v->array.dtype == MHA_F32) *(float *)to = (float)x;
+    else if (v->array.dtype == MHA_F64) *(double *)to = x;
+    else *to = (char)x;
+}
+
+static int64_t get_integer(const view *v, int64_t b, int64_t i) { return *(const int64_t *)cell(v, b, 0, i, 0); }
+static void set_integer(const view *v, int64_t b, int64_t i, int64_t n) { *(int64_t *)cell(v, b, 0, i, 0) = n; }
+
+/* ---- a case */
+
+typedef struct test {
+    mha_params params;
+    unsigned options;
+    int64_t batches, group;
+    view query, key, value, mask, lengths, offset, out, lse, weights;
+    int failed;
+} test;
+
+static void fail(checker *c, test *t, const char *what)
+{
+    const mha_params *p = &t->params;
+    printf("FAILED %s %s seed %llu: batches %lld, heads %lld, key/value heads %lld, q_len %lld, kv_len %lld, head_dim %lld, "
+           "value_dim %lld, scale %g, threads %d; options:", mha_isa_name(p->isa), p->dtype == MHA_F32 ? "float32" : "float64",
+           (unsigned long long)c->seed, (long long)t->batches, (long long)p->num_heads, (long long)p->num_kv_heads,
+           (long long)p->q_len, (long long)p->kv_len, (long long)p->head_dim, (long long)p->value_dim, p->scale,
+           p->num_threads);
+    for (int n = 0; n < COUNT(option_names); n++)
+        if (t->options >> n & 1) printf(" %s,", option_names[n]);
+    printf(" %s\n", what);
+    t->failed = 1;
+}
+
+static void fail_at(checker *c, test *t, const char *what, const int64_t at[4], double got, double want)
+{
+    char text[200];
+    snprintf(text, sizeof text, "%s[%lld, %lld, %lld, %lld] = %.17g, expected %.17g", what, (long long)at[0],
+             (long long)at[1], (long long)at[2], (long long)at[3], got, want);
+    fail(c, t, text);
+}
+
+static void fill_uniform(checker *c, const view *v)
+{
+    for (int64_t b = 0; b < v->outer * v->inner; b++)
+        for (int64_t h = 0; h < v->heads; h++)
+            for (int64_t i = 0; i < v->rows; i++)
+                for (int64_t n = 0; n < v->cols; n++) set(v, b, h, i, n, draw_real(c));
+}
+
+/* Rows that hide all, that hide nothing, whose biases are all the lowest number, and others with hidden runs of keys. */
+static void fill_mask_row(checker *c, const view *v, int64_t b, int64_t h, int64_t i)
+{
+    int64_t kind = draw(c, 8), hidden_run = 0;
+    for (int64_t j = 0; j < v->cols; j++) {
+        if (j % 8 == 0) hidden_run = draw(c, 2);
+        int hidden = kind == 0 || (kind > 2 && (hidden_run || draw(c, 2)));
+        double lowest = v->array.dtype == MHA_F32 ? -FLT_MAX : -DBL_MAX;
+        if (v->array.dtype == MHA_BOOL) set(v, b, h, i, j, hidden ? 0 : (double)(1 + draw(c, 2)));
+        else set(v, b, h, i, j, hidden ? -INFINITY : kind == 2 ? lowest : 3 * draw_real(c));
+    }
+}
+
+static void open_mask(checker *c, test *t)
+{
+    const mha_params *p = &t->params;
+    mha_dtype other = p->dtype == MHA_F32 ? MHA_F64 : MHA_F32;
+    mha_dtype dtype = t->options & BOOL_MASK ? MHA_BOOL : t->options & FLOAT_MASK ? p->dtype : other;
+    int one = (t->options & ONE_MASK_ROW) != 0;
+    if (!(t->options & (BOOL_MASK | FLOAT_MASK | OTHER_MASK))) return;
+    t->mask = open_view(dtype, t->params.lead_shape, one ? 1 : p->num_heads, one ? 1 : p->q_len, p->kv_len, t->options);
+    for (int64_t b = 0; b < t->batches; b++)
+        for (int64_t h = 0; h < t->mask.heads; h++)
+            for (int64_t i = 0; i < t->mask.rows; i++) fill_mask_row(c, &t->mask, b, h, i);
+}
+
+static void open_lengths(checker *c, test *t)
+{
+    const mha_params *p = &t->params;
+    if (t->options & LENGTHS) {
+        const int64_t edges[] = {INT64_MIN, -3, 0, 1, p->kv_len, p->kv_len + 7, INT64_MAX};
+        t->lengths = open_view(MHA_I64, t->params.lead_shape, 1, t->options & ONE_LENGTH ? 1 : p->q_len, 1, t->options);
+        for (int64_t b = 0; b < t->batches; b++)
+            for (int64_t i = 0; i < t->lengths.rows; i++)
+                set_integer(&t->lengths, b, i, draw(c, 3) ? draw(c, p->kv_len + 1) : edges[draw(c, COUNT(edges))]);
+    }
+    if (t->options & CAUSAL) {
+        const int64_t edges[] = {-p->q_len, p->kv_len - p->q_len, 0, INT64_MIN / 2, INT64_MAX / 2};
+        t->offset = open_view(MHA_I64, t->params.lead_shape, 1, 1, 1, t->options);
+        for (int64_t b = 0; b < t->batches; b++)
+            set_integer(&t->offset, b, 0, draw(c, 2) ? draw(c, p->q_len + p->kv_len + 1) - p->q_len : edges[draw(c, COUNT(edges))]);
+    }
+}
+
+/* Keys at or beyond this are hidden from query i of batch entry b. */
+static int64_t visible_keys(const test *t, int64_t b, int64_t i)
+{
+    int64_t visible = t->params.kv_len;
+    if (t->lengths.memory.base) visible = smaller(visible, larger(get_integer(&t->lengths, b, i), 0));
+    if (t->offset.memory.base) visible = smaller(visible, larger(get_integer(&t->offset, b, 0) + i + 1, 0));
+    return visible;
+}
+
+/* NaN in all keys and values beyond every query's; with POISON also NaN and infinities in a few that are visible. */
+static void spoil(checker *c, test *t)
+{
+    const mha_params *p = &t->params;
+    int64_t end = 0;
+    for (int64_t b = 0; b < t->batches; b++)
+        for (int64_t i = 0; i < p->q_len; i++) end = larger(end, visible_keys(t, b, i));
+    for (int64_t b = 0; b < t->batches; b++)
+        for (int64_t h = 0; h < p->num_kv_heads; h++)
+            for (int64_t j = end; j < p->kv_len; j++) {
+                for (int64_t e = 0; e < p->head_dim; e++) set(&t->key, b, h, j, e, NAN);
+                for (int64_t n = 0; n < p->value_dim; n++) set(&t->value, b, h, j, n, NAN);
+            }
+    if (!(t->options & POISON) || !p->kv_len) return;
+    const double bad[] = {NAN, INFINITY, -INFINITY};
+    for (int n = 0; n < COUNT(bad); n++) {
+        int64_t b = draw(c, t->batches), h = draw(c, p->num_kv_heads);
+        if (p->value_dim) set(&t->value, b, h, draw(c, p->kv_len), draw(c, p->value_dim), bad[n]);
+        if (p->head_dim && n == 0) set(&t->key, b, h, draw(c, p->kv_len), draw(c, p->head_dim), NAN);
+        if (p->head_dim && n == 1) set(&t->query, b, h, draw(c, p->q_len), draw(c, p->head_dim), NAN);
+    }
+}
+
+static void open_test(checker *c, test *t)
+{
+    mha_params *p = &t->params;
+    mha_dtype other = p->dtype == MHA_F32 ? MHA_F64 : MHA_F32;
+    unsigned options = t->options, plain = options & ~(unsigned)(BROADCAST | STRIDED | REVERSED | FAR);
+    const int64_t *lead = p->lead_shape;
+    t->query = open_view(options & MIXED ? other : p->dtype, lead, p->num_heads, p->q_len, p->head_dim, options & ~FAR);
+    t->key = open_view(options & MIXED && draw(c, 2) ? other : p->dtype, lead, p->num_kv_heads, p->kv_len, p->head_dim, options);
+    t->value = open_view(options & MIXED ? other : p->dtype, lead, p->num_kv_heads, p->kv_len, p->value_dim, options);
+    t->out = open_view(p->dtype, lead, p->num_heads, p->q_len, p->value_dim, plain | (options & OUT_STRIDED ? STRIDED | REVERSED : 0));
+    if (options & LSE) t->lse = open_view(p->dtype, lead, p->num_heads, p->q_len, 1, plain);
+    if (options & WEIGHTS) t->weights = open_view(p->dtype, lead, p->num_heads, p->q_len, p->kv_len, plain);
+    fill_uniform(c, &t->query);
+    fill_uniform(c, &t->key);
+    fill_uniform(c, &t->value);
+    open_mask(c, t);
+    open_lengths(c, t);
+    spoil(c, t);
+    p->query = t->query.array;
+    p->key = t->key.array;
+    p->value = t->value.array;
+    p->mask = t->mask.array;
+    p->lengths = t->lengths.array;
+    p->causal = (options & CAUSAL) != 0;
+    p->offset = t->offset.array;
+    p->out = t->out.array;
+    p->lse = t->lse.array;
+    p->weights = t->weights.array;
+}
+
+/* ---- the plain computation */
+
+typedef struct expected {
+    double *keys, *values; /* of one key/value head, [kv_len][depth] */
+    double *query, *weights, *out; /* of one query; the scale is in query, a hidden key has the weight 0 */
+    double lse, weight_tolerance, out_tolerance;
+} expected;
+
+static double *new_numbers(int64_t count)
+{
+    double *numbers = malloc((size_t)larger(count, 1) * sizeof *numbers);
+    if (!numbers) exit(1);
+    return numbers;
+}
+
+static double *dense(const view *v, int64_t b, int64_t h)
+{
+    double *numbers = new_numbers(v->rows * v->cols);
+    for (int64_t i = 0; i < v->rows; i++)
+        for (int64_t n = 0; n < v->cols; n++) numbers[i * v->cols + n] = get(v, b, h, i, n);
+    return numbers;
+}
+
+/* The score of a visible key, and |score| summed without cancellation in *size; -inf for a hidden key. */
+static double score(const test *t, const expected *x, int64_t b, int64_t h, int64_t i, int64_t j, double *size)
+{
+    const mha_params *p = &t->params;
+    double bias = 0, sum = 0;
+    *size = 0;
+    if (t->mask.memory.base) {
+        double mask = get(&t->mask, b, h, i, j);
+        if (t->mask.array.dtype == MHA_BOOL ? mask == 0 : mask == -INFINITY) return -INFINITY;
+        bias = t->mask.array.dtype == MHA_BOOL ? 0 : p->dtype == MHA_F32 ? fmax(mask, -FLT_MAX) : mask;
+    }
+    for (int64_t e = 0; e < p->head_dim; e++) {
+        double product = x->query[e] * x->keys[j * p->head_dim + e];
+        sum += product;
+        *size += fabs(product);
+    }
+    if (fabs(bias) < 1e30) *size += fabs(bias);
+    return sum + bias;
+}
+
+/* Row i of head h: weights, out, lse and how far the core's may lie from them.
+ *
+ * With u the rounding unit, a score of head_dim products errs by at most (head_dim + 4) u size, its exponential by
+ * 2 size u more and 2e-7 or 4 u of its own, a weight by twice that; sums of 256 keys, and of blocks of them, by 300 u. */
+static void expect(const test *t, expected *x, int64_t b, int64_t h, int64_t i)
+{
+    const mha_params *p = &t->params;
+    int64_t visible = visible_keys(t, b, i);
+    double unit = p->dtype == MHA_F32 ? FLT_EPSILON / 2 : DBL_EPSILON / 2, highest = -INFINITY, sum = 0, size = 0, key_size;
+    for (int64_t e = 0; e < p->head_dim; e++) x->query[e] = p->scale * get(&t->query, b, h, i, e);
+    for (int64_t j = 0; j < p->kv_len; j++) {
+        double s = j < visible ? score(t, x, b, h, i, j, &key_size) : -INFINITY;
+        if (j < visible && key_size > size) size = key_size;
+        if (s > highest || s != s) highest = s;
+        x->weights[j] = s;
+    }
+    for (int64_t n = 0; n < p->value_dim; n++) x->out[n] = 0;
+    for (int64_t j = 0; j < p->kv_len; j++) {
+        x->weights[j] = x->weights[j] == -INFINITY ? 0 : exp(x->weights[j] - highest);
+        sum += x->weights[j];
+    }
+    for (int64_t j = 0; j < p->kv_len; j++) {
+        if (x->weights[j] == 0) continue;
+        x->weights[j] /= sum;
+        for (int64_t n = 0; n < p->value_dim; n++) x->out[n] += x->weights[j] * x->values[j * p->value_dim + n];
+    }
+    x->lse = sum == 0 ? -INFINITY : highest + log(sum);
+    x->weight_tolerance = sum == 0 ? 0 : unit * (4 * (double)(p->head_dim + 8) * size + 300) + DBL_EPSILON * (double)p->kv_len;
+    x->out_tolerance = x->weight_tolerance; /* no value is larger than 1 */
+}
+
+static int is_close(double got, double want, double tolerance)
+{
+    return got == want || (got != got && want != want) || fabs(got - want) <= tolerance;
+}
+
+/* Compares columns of row i and erases them, so that what is left in the array was never an element. */
+static void compare(checker *c, test *t, const char *what, const view *v, const int64_t at[3], const double *want,
+                    double absolute, double relative)
+{
+    for (int64_t n = 0; n < v->cols; n++) {
+        double got = get(v, at[0], at[1], at[2], n);
+        if (!t->failed && !is_close(got, want[n], absolute + relative * fabs(want[n])))
+            fail_at(c, t, what, (const int64_t[]){at[0], at[1], at[2], n}, got, want[n]);
+        memset(cell(v, at[0], at[1], at[2], n), UNSET, (size_t)item_bytes(v->array.dtype));
+    }
+}
+
+static void compare_all(checker *c, test *t)
+{
+    const mha_params *p = &t->params;
+    expected x = {.query = new_numbers(p->head_dim), .weights = new_numbers(p->kv_len), .out = new_numbers(p->value_dim)};
+    for (int64_t b = 0; b < t->batches; b++)
+        for (int64_t h = 0; h < p->num_heads; h++) {
+            x.keys = dense(&t->key, b, h / t->group);
+            x.values = dense(&t->value, b, h / t->group);
+            for (int64_t i = 0; i < p->q_len; i++) {
+                const int64_t at[] = {b, h, i};
+                expect(t, &x, b, h, i);
+                compare(c, t, "out", &t->out, at, x.out, x.out_tolerance, 0);
+                if (p->lse.data) compare(c, t, "lse", &t->lse, at, &x.lse, x.weight_tolerance, 0);
+                if (p->weights.data) compare(c, t, "weights", &t->weights, at, x.weights, 0, x.weight_tolerance);
+            }
+            free(x.keys);
+            free(x.values);
+        }
+    free(x.query);
+    free(x.weights);
+    free(x.out);
+}
+
+/* ---- running a case */
+
+/* Results that were never written are NaN; the core writes the weights of visible keys only. */
+static void blank_results(const test *t)
+{
+    const view *results[] = {&t->out, &t->lse, &t->weights};
+    for (int n = 0; n < COUNT(results); n++)
+        if (results[n]->memory.base) memset(content(&results[n]->memory), UNSET, results[n]->memory.size);
+    if (!t->weights.memory.base) return;
+    for (int64_t b = 0; b < t->batches; b++)
+        for (int64_t h = 0; h < t->weights.heads; h++)
+            for (int64_t i = 0; i < t->weights.rows; i++)
+                for (int64_t j = 0; j < t->weights.cols; j++) set(&t->weights, b, h, i, j, 0);
+}
+
+static uint64_t digest_results(const test *t)
+{
+    uint64_t sum = digest(&t->out.memory);
+    if (t->lse.memory.base) sum += 3 * digest(&t->lse.memory);
+    if (t->weights.memory.base) sum += 5 * digest(&t->weights.memory);
+    return sum;
+}
+
+/* One call with a workspace of just the size asked for, at an address that is aligned for no vector. */
+static void call(checker *c, test *t, int threads)
+{
+    t->params.num_threads = threads;
+    int64_t bytes = mha_workspace_bytes(&t->params);
+    if (bytes < 0) {
+        fail(c, t, "mha_workspace_bytes refuses");
+        return;
+    }
+    region workspace = open_region(bytes + 8);
+    blank_results(t);
+    mha_status status = mha_forward(&t->params, content(&workspace) + 8, bytes);
+    if (status != MHA_OK) fail(c, t, "mha_forward refuses");
+    if (!close_region(&workspace)) fail(c, t, "wrote outside the workspace");
+}
+
+static void close_test(checker *c, test *t)
+{
+    view *inputs[] = {&t->query, &t->key, &t->value, &t->mask, &t->lengths, &t->offset}, *results[] = {&t->out, &t->lse, &t->weights};
+    for (int n = 0; n < COUNT(inputs); n++) {
+        if (!inputs[n]->memory.base) continue;
+        if (digest(&inputs[n]->memory) != inputs[n]->digest) fail(c, t, "changed an input");
+        if (!close_region(&inputs[n]->memory)) fail(c, t, "wrote beside an input");
+    }
+    for (int n = 0; n < COUNT(results); n++) {
+        if (!results[n]->memory.base) continue;
+        if (!is_unset(content(&results[n]->memory), results[n]->memory.size)) fail(c, t, "wrote between the elements of a result");
+        if (!close_region(&results[n]->memory)) fail(c, t, "wrote beside a result");
+    }
+}
+
+static void check_case(checker *c, test *t)
+{
+    open_test(c, t);
+    view *inputs[] = {&t->query, &t->key, &t->value, &t->mask, &t->lengths, &t->offset};
+    for (int n = 0; n < COUNT(inputs); n++)
+        if (inputs[n]->memory.base) inputs[n]->digest = digest(&inputs[n]->memory);
+    call(c, t, 1);
+    uint64_t first = digest_results(t);
+    for (int threads = 2; threads <= 3 && !t->failed; threads++) {
+        call(c, t, threads);
+        if (digest_results(t) != first) fail(c, t, "other bits than on one thread");
+    }
+    compare_all(c, t);
+    close_test(c, t);
+    c->passed += !t->failed;
+    c->failed += t->failed;
+}
+
+/* ---- the grid */
+
+static unsigned draw_options(checker *c)
+{
+    const unsigned masks[] = {0, 0, BOOL_MASK, FLOAT_MASK, OTHER_MASK};
+    const unsigned bits[] = {PADDED, STRIDED, REVERSED, ROWS_FIRST, BROADCAST, MIXED, LENGTHS, CAUSAL, WEIGHTS, OUT_STRIDED, POISON};
+    unsigned options = masks[draw(c, COUNT(masks))];
+    for (int n = 0; n < COUNT(bits); n++)
+        if (draw(c, 4) == 0) options |= bits[n];
+    return options | (draw(c, 2) ? LSE : 0) | (draw(c, 2) ? ONE_LENGTH : 0) | (draw(c, 3) == 0 ? ONE_MASK_ROW : 0);
+}
+
+/* rows: of one key/value head, so queries times the group. */
+static void check_sizes(checker *c, mha_isa isa, mha_dtype dtype, int64_t rows, int64_t keys, int64_t head_dim,
+                        int64_t value_dim, unsigned options)
+{
+    int64_t most = rows * keys > 10000 ? 1 : 2, group = 1 + draw(c, 3), kv_heads = 1 + draw(c, most);
+    if (rows % group) group = 1;
+    test t = {.options = options, .group = group};
+    mha_params *p = &t.params;
+    p->isa = isa;
+    p->dtype = dtype;
+    p->lead_ndim = 2;
+    p->lead_shape[0] = 1 + draw(c, most);
+    p->lead_shape[1] = 1 + draw(c, most);
+    t.batches = p->lead_shape[0] * p->lead_shape[1];
+    p->num_heads = kv_heads * group;
+    p->num_kv_heads = kv_heads;
+    p->q_len = rows / group;
+    p->kv_len = keys;
+    p->head_dim = head_dim;
+    p->value_dim = value_dim;
+    p->scale = draw(c, 8) ? 1 / sqrt((double)larger(head_dim, 1)) : draw(c, 2) ? -0.3 : 0;
+    check_case(c, &t);
+}
+
+static void check_level(checker *c, mha_isa isa, mha_dtype dtype)
+{
+    mha_tiles tile = mha_isa_tiles(isa, dtype);
+    int64_t block = mha_key_block(), split = mha_key_split(), few = mha_few_rows(), panel = tile.panel, lanes = tile.lanes;
+    const int64_t rows[] = {1, 2, 3, few - 1, few, few + 1, lanes + 1, panel - 1, panel, panel + 1, panel + tile.row_tile, 4 * panel + 1};
+    const int64_t keys[] = {0, 1, 3, tile.key_tile - 1, tile.key_tile, tile.key_tile + 1, 37, block - 1, block, block + 1,
+                            split - 1, split, split + 1, 2 * split + 7};
+    const int64_t depths[] = {0, 1, 5, lanes - 1, lanes, lanes + 1, 2 * lanes, 3 * lanes + 1, 4 * lanes, 5 * lanes + 3};
+    for (int r = 0; r < COUNT(rows); r++)
+        for (int k = 0; k < COUNT(keys); k++) {
+            int64_t head_dim = depths[draw(c, COUNT(depths))], value_dim = depths[draw(c, COUNT(depths))];
+            check_sizes(c, isa, dtype, rows[r], keys[k], head_dim, value_dim, LSE);
+            check_sizes(c, isa, dtype, rows[r], keys[k], head_dim, value_dim, draw_options(c));
+        }
+    for (int e = 0; e < COUNT(depths); e++)
+        for (int n = 0; n < COUNT(depths); n++) {
+            check_sizes(c, isa, dtype, few, keys[draw(c, COUNT(keys))], depths[e], depths[n], draw_options(c));
+            check_sizes(c, isa, dtype, panel + 1, tile.key_tile + 1, depths[e], depths[n], draw_options(c));
+            check_sizes(c, isa, dtype, few + 1 + draw(c, panel), block + 1 + draw(c, block), depths[e], depths[n], draw_options(c));
+        }
+    /* rows of keys so far apart that they are copied */
+    check_sizes(c, isa, dtype, 4 * panel + 1, 4 * split + 1, 3, lanes, FAR | BROADCAST);
+    check_sizes(c, isa, dtype, few + 1, 4 * split + 1, 3, lanes, FAR | BROADCAST | BOOL_MASK | POISON);
+}
+
+/* ---- the exponential */
+
+static void check_exponential(checker *c, mha_isa isa, mha_dtype dtype, double x, int64_t count)
+{
+    int64_t bytes = item_bytes(dtype);
+    region from = open_region(count * bytes), to = open_region(count * bytes);
+    double unit = dtype == MHA_F32 ? FLT_EPSILON / 2 : DBL_EPSILON / 2, tiny = dtype == MHA_F32 ? FLT_MIN : DBL_MIN;
+    /* 8.3e-8 of the polynomial in float32, and roundings */
+    double tolerance = 4 * unit, want = dtype == MHA_F32 ? exp2((float)x) : exp2(x);
+    view source = {.inner = 1, .array = {.data = (char *)content(&from), .dtype = dtype, .col = 1}}, result = source;
+    result.array.data = (char *)content(&to);
+    for (int64_t i = 0; i < count; i++) set(&source, 0, 0, 0, i, x);
+    mha_exp2(isa, dtype, content(&from), content(&to), count);
+    int right = 1;
+    for (int64_t i = 0; i < count; i++) {
+        double got = get(&result, 0, 0, 0, i);
+        /* a level may flush what is below the normal numbers */
+        int ok = want < tiny ? got >= 0 && got <= tiny : is_close(got, want, tolerance * want);
+        if ((x == 0 || x == -1) && got != want) ok = 0;
+        if (!ok && right)
+            printf("FAILED %s %s: exp2(%.17g) = %.17g, expected %.17g\n", mha_isa_name(isa), dtype == MHA_F32 ? "float32" : "float64", x, got, want);
+        right = right && ok;
+    }
+    int intact = close_region(&from) & close_region(&to);
+    if (!intact) printf("FAILED %s: exp2 wrote beside its result\n", mha_isa_name(isa));
+    c->passed += right && intact;
+    c->failed += !right || !intact;
+}
+
+static void check_exponentials(checker *c, mha_isa isa, mha_dtype dtype)
+{
+    const double edges[] = {0, -1, -0.0, -126, -127, -150, -1022, -1023, -1e4, -1e30, -INFINITY, NAN};
+    int64_t lanes = mha_isa_tiles(isa, dtype).lanes;
+    for (int n = 0; n < COUNT(edges); n++)
+        for (int64_t count = 1; count <= 2 * lanes + 1; count++) check_exponential(c, isa, dtype, edges[n], count);
+    for (int n = 0; n < 2000; n++) {
+        double below = draw_real(c) - 1;
+        check_exponential(c, isa, dtype, below * (n % 2 ? 1 : dtype == MHA_F32 ? 64 : 512), 1);
+    }
+}
+
+/* ---- refusals */
+
+static void expect_status(checker *c, const char *what, mha_status got, mha_status want)
+{
+    c->passed += got == want;
+    c->failed += got != want;
+    if (got != want) printf("FAILED %s: status %d, expected %d\n", what, (int)got, (int)want);
+}
+
+static mha_status forward(const mha_params *p) { return mha_forward(p, NULL, 0); }
+
+static void check_refusals(checker *c, mha_isa isa)
+{
+    float numbers[64] = {0};
+    const mha_array array = {.data = (char *)numbers, .dtype = MHA_F32, .row = 1, .col = 1};
+    const mha_params good = {
+        .isa = isa, .dtype = MHA_F32, .num_threads = 1, .scale = 1, .num_heads = 1, .num_kv_heads = 1, .q_len = 2, .kv_len = 3,
+        .head_dim = 4, .value_dim = 5, .query = array, .key = array, .value = array, .out = array
+    };
+    mha_params p = good;
+    int64_t bytes = mha_workspace_bytes(&p);
+    unsigned char *workspace = malloc((size_t)bytes);
+    expect_status(c, "no workspace", mha_forward(&p, NULL, bytes), MHA_ERR_WORKSPACE);
+    expect_status(c, "a workspace that is too small", mha_forward(&p, workspace, bytes - 1), MHA_ERR_WORKSPACE);
+    expect_status(c, "a workspace of negative size", mha_forward(&p, workspace, -1), MHA_ERR_WORKSPACE);
+    free(workspace);
+    for (int other = -1; other <= MHA_ISA_COUNT; other++) {
+        p.isa = (mha_isa)other;
+        if (!mha_isa_built(p.isa)) expect_status(c, "a level that is not built", forward(&p), MHA_ERR_ISA);
+    }
+    p = good;
+    p.dtype = MHA_BOOL;
+    expect_status(c, "a result of bool", forward(&p), MHA_ERR_DTYPE);
+    p = good;
+    p.num_threads = 0;
+    expect_status(c, "no thread", forward(&p), MHA_ERR_SHAPE);
+    p = good;
+    p.lead_ndim = MHA_MAX_LEAD + 1;
+    expect_status(c, "too many dimensions", forward(&p), MHA_ERR_SHAPE);
+    p = good;
+    p.lead_ndim = -1;
+    expect_status(c, "dimensions below 0", forward(&p), MHA_ERR_SHAPE);
+    int64_t *sizes[] = {&p.q_len, &p.kv_len, &p.head_dim, &p.value_dim, &p.num_kv_heads};
+    for (int n = 0; n < COUNT(sizes); n++) {
+        p = good;
+        *sizes[n] = -1;
+        expect_status(c, "a size below 0", forward(&p), MHA_ERR_SHAPE);
+        expect_status(c, "the workspace of a size below 0", mha_workspace_bytes(&p) == -1 ? MHA_ERR_SHAPE : MHA_OK, MHA_ERR_SHAPE);
+    }
+    p = good;
+    p.num_kv_heads = 0;
+    expect_status(c, "query heads without key heads", forward(&p), MHA_ERR_SHAPE);
+    p = good;
+    p.q_len = 0;
+    expect_status(c, "nothing to do", forward(&p), MHA_OK);
+    p = good;
+    p.head_dim = INT64_MAX / 8;
+    expect_status(c, "a workspace beyond what can be addressed", mha_workspace_bytes(&p) == -1 ? MHA_ERR_WORKSPACE : MHA_OK, MHA_ERR_WORKSPACE);
+}
+
+int main(int argc, char **argv)
+{
+    checker c = {.seed = argc > 1 ? strtoull(argv[1], NULL, 10) : 1};
+    printf("%s, OpenMP %d, seed %llu\n", mha_compiler(), mha_openmp_version(), (unsigned long long)c.seed);
+    for (int isa = 0; isa < MHA_ISA_COUNT; isa++) {
+        if (!mha_isa_usable((mha_isa)isa)) {
+            printf("%s: %s\n", mha_isa_name((mha_isa)isa), mha_isa_built((mha_isa)isa) ? "not usable here" : "not built");
+            continue;
+        }
+        for (int dtype = MHA_F32; dtype <= MHA_F64; dtype++) {
+            int64_t failed = c.failed;
+            c.random = c.seed;
+            check_exponentials(&c, (mha_isa)isa, (mha_dtype)dtype);
+            check_level(&c, (mha_isa)isa, (mha_dtype)dtype);
+            printf("%s %s: %lld failed\n", mha_isa_name((mha_isa)isa), dtype == MHA_F32 ? "float32" : "float64", (long long)(c.failed - failed));
+            fflush(stdout);
+        }
+        check_refusals(&c, (mha_isa)isa);
+    }
+    if (c.failed) printf("%lld of %lld checks failed\n", (long long)c.failed, (long long)(c.failed + c.passed));
+    else printf("%lld checks passed\n", (long long)c.passed);
+    return c.failed != 0;
+}
