@@ -5,7 +5,7 @@ import numpy as np
 cimport numpy as cnp
 from cpython.dict cimport PyDict_GetItem
 from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
-from cpython.object cimport PyObject
+from libc.math cimport sqrt
 from libc.stdint cimport int64_t
 
 from mha_fast._mha cimport (
@@ -350,7 +350,7 @@ def scaled_dot_product_attention(
         if (attn_mask is None or plain_mask(&p.mask, attn_mask, cnp.PyArray_TYPE(<cnp.ndarray> query), &p)) and (
             valid_lens is None or plain_lengths(&p.lengths, valid_lens, &p)
         ):
-            p.scale = 1.0 / (<double> p.head_dim) ** 0.5 if scale is None else <double> scale
+            p.scale = 1.0 / sqrt(<double> p.head_dim) if scale is None else <double> scale
             p.num_threads = resolve_threads(None)
             p.causal = is_causal is True
             p.offset.data = <char *> &ZERO

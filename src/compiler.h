@@ -17,7 +17,11 @@
 #define MHA_INLINE static inline __attribute__((always_inline, unused))
 #define MHA_NOINLINE static __attribute__((noinline, unused))
 /* The constant loops of the micro-kernels: their arrays live in registers only when unrolled. */
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
 #define UNROLL _Pragma("GCC unroll 16")
+#endif
 #define RESTRICT __restrict__
 #define PREFETCH(address) __builtin_prefetch(address)
 #endif

@@ -2,10 +2,50 @@
  * order of depth or keys, whatever the tile, so a row has the same bits in every tile.
  */
 
-/* scores[key][lane] = sum_e keys[key][e] * query[e][lane] for a tile of keys x vecs vectors, and max[lane] raised to them.
- * keys, vecs: constants once inlined. query: packed strip [head_dim][query_vecs * lanes]. scores: row length panel. */
+/* What hides scores of a tile, from its first key and vector on. */
+typedef struct FN(tile_mask) {
+    const uint16_t *bits; /* [group of 16 lanes][bits_row] with a bit a lane, NULL where there is no bool mask */
+    int64_t bits_row;
+    int lane;             /* of the panel, the tile's first */
+    const REAL *bias;     /* [key][panel], NULL where there is no float mask */
+    const REAL *visible;  /* [lane]: keys at or beyond this one are hidden; NULL where none of the tile's is */
+    int64_t key;          /* the tile's first, counted like visible */
+} FN(tile_mask);
+
+enum { FN(plain), FN(by_length), FN(by_bits), FN(by_bias) };
+
+MHA_INLINE VEC FN(hide)(const int kind, VEC score, int k, int v, const FN(tile_mask) *mask)
+{
+    if (kind == FN(by_bits)) {
+        int lane = mask->lane + v * V(lanes);
+        score = V(keep_bits)(score, (uint32_t)mask->bits[lane / 16 * mask->bits_row + k] >> lane % 16);
+    }
+    if (kind == FN(by_bias)) score = V(add_bias)(score, V(load)(mask->bias + k * V(panel) + v * V(lanes)));
+    if (kind != FN(plain) && mask->visible)
+        score = V(below)(score, V(set1)((REAL)(mask->key + k)), V(load)(mask->visible + v * V(lanes)));
+    return score;
+}
+
+MHA_INLINE void FN(store_scores)(const int keys, const int vecs, const int kind, VEC acc[8][3],
+                                 const FN(tile_mask) *mask, REAL *RESTRICT scores, REAL *RESTRICT max)
+{
+    UNROLL for (int v = 0; v < vecs; v++) {
+        VEC highest = V(load)(max + v * V(lanes));
+        UNROLL for (int k = 0; k < keys; k++) {
+            VEC score = FN(hide)(kind, acc[k][v], k, v, mask);
+            V(store)(scores + k * V(panel) + v * V(lanes), score);
+            highest = V(max)(highest, score);
+        }
+        V(store)(max + v * V(lanes), highest);
+    }
+}
+
+/* scores[key][lane] = sum_e keys[key][e] * query[e][lane] for a tile of keys x vecs vectors, -inf where the mask (NULL: none)
+ * hides, and max[lane] raised to them. keys, vecs: constants once inlined. query: packed strip
+ * [head_dim][query_vecs * lanes]. scores: row length panel. */
 MHA_INLINE void FN(score_tile)(const int keys, const int vecs, const REAL *RESTRICT query, const REAL *RESTRICT key,
-                               int64_t key_row, int64_t head_dim, REAL *RESTRICT scores, REAL *RESTRICT max)
+                               int64_t key_row, int64_t head_dim, const FN(tile_mask) *mask, REAL *RESTRICT scores,
+                               REAL *RESTRICT max)
 {
     VEC acc[8][3];
     UNROLL for (int k = 0; k < keys; k++) UNROLL for (int v = 0; v < vecs; v++) acc[k][v] = V(zero)();
@@ -18,39 +58,39 @@ MHA_INLINE void FN(score_tile)(const int keys, const int vecs, const REAL *RESTR
         }
         query += V(query_vecs) * V(lanes);
     }
-    UNROLL for (int v = 0; v < vecs; v++) {
-        VEC highest = V(load)(max + v * V(lanes));
-        UNROLL for (int k = 0; k < keys; k++) {
-            V(store)(scores + k * V(panel) + v * V(lanes), acc[k][v]);
-            highest = V(max)(highest, acc[k][v]);
-        }
-        V(store)(max + v * V(lanes), highest);
-    }
+    if (!mask)
+        FN(store_scores)(keys, vecs, FN(plain), acc, mask, scores, max);
+    else if (mask->bits)
+        FN(store_scores)(keys, vecs, FN(by_bits), acc, mask, scores, max);
+    else if (mask->bias)
+        FN(store_scores)(keys, vecs, FN(by_bias), acc, mask, scores, max);
+    else
+        FN(store_scores)(keys, vecs, FN(by_length), acc, mask, scores, max);
 }
 
 /* vecs, then keys, to constants; what a level's tiles do not reach falls away at compile time. */
 MHA_INLINE void FN(score_vecs)(const int keys, int vecs, const REAL *query, const REAL *key, int64_t key_row,
-                               int64_t head_dim, REAL *scores, REAL *max)
+                               int64_t head_dim, const FN(tile_mask) *mask, REAL *scores, REAL *max)
 {
     if (V(query_vecs) >= 3 && vecs == 3)
-        FN(score_tile)(keys, 3, query, key, key_row, head_dim, scores, max);
+        FN(score_tile)(keys, 3, query, key, key_row, head_dim, mask, scores, max);
     else if (vecs == 2)
-        FN(score_tile)(keys, 2, query, key, key_row, head_dim, scores, max);
+        FN(score_tile)(keys, 2, query, key, key_row, head_dim, mask, scores, max);
     else
-        FN(score_tile)(keys, 1, query, key, key_row, head_dim, scores, max);
+        FN(score_tile)(keys, 1, query, key, key_row, head_dim, mask, scores, max);
 }
 
 MHA_NOINLINE void FN(score_keys)(int64_t keys, int vecs, const REAL *query, const REAL *key, int64_t key_row,
-                                 int64_t head_dim, REAL *scores, REAL *max)
+                                 int64_t head_dim, const FN(tile_mask) *mask, REAL *scores, REAL *max)
 {
     if (keys == V(key_tile))
-        FN(score_vecs)(V(key_tile), vecs, query, key, key_row, head_dim, scores, max);
+        FN(score_vecs)(V(key_tile), vecs, query, key, key_row, head_dim, mask, scores, max);
     else if (V(key_tile) > 4 && keys == 4)
-        FN(score_vecs)(4, vecs, query, key, key_row, head_dim, scores, max);
+        FN(score_vecs)(4, vecs, query, key, key_row, head_dim, mask, scores, max);
     else if (keys == 2)
-        FN(score_vecs)(2, vecs, query, key, key_row, head_dim, scores, max);
+        FN(score_vecs)(2, vecs, query, key, key_row, head_dim, mask, scores, max);
     else
-        FN(score_vecs)(1, vecs, query, key, key_row, head_dim, scores, max);
+        FN(score_vecs)(1, vecs, query, key, key_row, head_dim, mask, scores, max);
 }
 
 /* Runs of keys of a block that some row may see; the rows of the scores are these keys one after the other. */
@@ -59,16 +99,17 @@ typedef struct FN(run) {
 } FN(run);
 
 /* out[row][col] = alpha[row] * out[row][col] + sum_key weights[key][row] * value[key][col] for a tile of rows x vecs
- * vectors; where first is set, out is not read. rows, vecs: constants once inlined. weights: row length panel. */
+ * vectors and keys below visible; where first is set, out is not read. rows, vecs: constants once inlined. weights: row length panel. */
 MHA_INLINE void FN(output_tile)(const int rows, const int vecs, const REAL *RESTRICT weights,
                                 const REAL *RESTRICT value, int64_t value_row, const FN(run) *runs, int num_runs,
-                                const REAL *RESTRICT alpha, int first, REAL *RESTRICT out, int64_t out_row)
+                                int64_t visible, const REAL *RESTRICT alpha, int first, REAL *RESTRICT out, int64_t out_row)
 {
     VEC acc[6][4];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
     for (int n = 0; n < num_runs; n++) {
         const REAL *row = value + runs[n].first * value_row;
-        for (int64_t k = 0; k < runs[n].count; k++) {
+        int64_t count = FN(min)(runs[n].count, visible - runs[n].first);
+        for (int64_t k = 0; k < count; k++) {
             VEC col[4];
             UNROLL for (int v = 0; v < vecs; v++) col[v] = V(load)(row + v * V(lanes));
             UNROLL for (int r = 0; r < rows; r++) {
@@ -89,46 +130,29 @@ MHA_INLINE void FN(output_tile)(const int rows, const int vecs, const REAL *REST
 }
 
 MHA_INLINE void FN(output_vecs)(const int rows, int vecs, const REAL *weights, const REAL *value, int64_t value_row,
-                                const FN(run) *runs, int num_runs, const REAL *alpha, int first, REAL *out,
-                                int64_t out_row)
+                                const FN(run) *runs, int num_runs, int64_t visible, const REAL *alpha, int first,
+                                REAL *out, int64_t out_row)
 {
     if (V(col_vecs) >= 4 && vecs == 4)
-        FN(output_tile)(rows, 4, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+        FN(output_tile)(rows, 4, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
     else if (V(col_vecs) >= 3 && vecs == 3)
-        FN(output_tile)(rows, 3, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+        FN(output_tile)(rows, 3, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
     else if (vecs == 2)
-        FN(output_tile)(rows, 2, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+        FN(output_tile)(rows, 2, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
     else
-        FN(output_tile)(rows, 1, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+        FN(output_tile)(rows, 1, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
 }
 
 MHA_NOINLINE void FN(output_rows)(int64_t rows, int vecs, const REAL *weights, const REAL *value, int64_t value_row,
-                                  const FN(run) *runs, int num_runs, const REAL *alpha, int first, REAL *out,
-                                  int64_t out_row)
+                                  const FN(run) *runs, int num_runs, int64_t visible, const REAL *alpha, int first,
+                                  REAL *out, int64_t out_row)
 {
     if (rows == V(row_tile))
-        FN(output_vecs)(V(row_tile), vecs, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+        FN(output_vecs)(V(row_tile), vecs, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
     else if (V(row_tile) > 4 && rows == 4)
-        FN(output_vecs)(4, vecs, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+        FN(output_vecs)(4, vecs, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
     else if (rows == 2)
-        FN(output_vecs)(2, vecs, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
+        FN(output_vecs)(2, vecs, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
     else
-        FN(output_vecs)(1, vecs, weights, value, value_row, runs, num_runs, alpha, first, out, out_row);
-}
-
-/* The output of rows queries; out has out_row columns, a multiple of the lanes, split evenly into column tiles. */
-static void FN(output_panel)(int64_t rows, const REAL *weights, const REAL *value, int64_t value_row,
-                             const FN(run) *runs, int num_runs, const REAL *alpha, int first, REAL *out,
-                             int64_t out_row)
-{
-    int64_t vecs = out_row / V(lanes), tiles = (vecs + V(col_vecs) - 1) / V(col_vecs);
-    for (int64_t t = 0; t < tiles; t++) {
-        int64_t begin = vecs * t / tiles, width = vecs * (t + 1) / tiles - begin;
-        for (int64_t r = 0; r < rows;) {
-            int64_t left = rows - r, tile = left >= V(row_tile) ? V(row_tile) : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-            FN(output_rows)(tile, (int)width, weights + r, value + begin * V(lanes), value_row, runs, num_runs,
-                            alpha + r, first, out + r * out_row + begin * V(lanes), out_row);
-            r += tile;
-        }
-    }
+        FN(output_vecs)(1, vecs, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
 }

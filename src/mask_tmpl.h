@@ -1,6 +1,5 @@
-/* Masks of a panel against one key block. A dense mask is turned to the layout of the scores once per block, whole tiles
- * that hide every key from every row are dropped, and hidden scores become -inf; nothing is added to them, so NaN in a
- * hidden key is gone.
+/* Dense masks of a panel against one key block: turned to the layout of the scores once per block, and whole tiles that hide
+ * every key from every row dropped.
  */
 
 enum { FN(mask_tile) = 8 };
@@ -12,6 +11,7 @@ typedef struct FN(panel) {
     int vecs;
     int shared_mask;               /* all rows read one mask row */
     int64_t visible, all_visible;  /* some row, or every row, sees keys below this one (masks aside) */
+    int64_t vec_visible[V(panel) / V(lanes)]; /* some row of a vector does */
     const REAL *query;
     const mha_ahead *ahead;        /* NULL: another panel of the task asks */
     int64_t ahead_rows;            /* per tile of keys */
@@ -109,39 +109,4 @@ static int FN(mask_block)(const mha_task *task, FN(scratch) *s, const FN(panel) 
     }
     return task->mask_dtype == MHA_BOOL ? FN(mask_bits)(task, s, panel, first, count, runs)
                                         : FN(mask_bias)(task, s, panel, first, count, runs);
-}
-
-/* Hides scores of one vector of lanes for keys key.. of the block and raises its maximum. bits, bias: NULL where the mask
- * is none of that kind. */
-MHA_INLINE VEC FN(hide_lanes)(REAL *scores, int64_t key, int64_t count, VEC visible, const uint16_t *bits, int shift,
-                              const REAL *bias, VEC highest)
-{
-    for (int64_t k = key; k < key + count; k++, scores += V(panel)) {
-        VEC score = V(load)(scores);
-        if (bits) score = V(keep_bits)(score, (uint32_t)(bits[k] >> shift));
-        if (bias) score = V(add_bias)(score, V(load)(bias + k * V(panel)));
-        score = V(below)(score, V(set1)((REAL)k), visible);
-        V(store)(scores, score);
-        highest = V(max)(highest, score);
-    }
-    return highest;
-}
-
-/* Hides what the masks hide in the scores of keys key.. of the block and raises block_max. */
-static void FN(hide)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, REAL *scores, int64_t key,
-                     int64_t count, int64_t block_keys)
-{
-    int is_bool = task->has_mask && task->mask_dtype == MHA_BOOL;
-    for (int v = 0; v < panel->vecs; v++) {
-        int lane = v * V(lanes);
-        VEC visible = V(load)(s->visible + lane), highest = V(load)(s->block_max + lane);
-        if (is_bool)
-            highest = FN(hide_lanes)(scores + lane, key, count, visible, s->bits + lane / 16 * block_keys, lane % 16,
-                                     NULL, highest);
-        else if (task->has_mask)
-            highest = FN(hide_lanes)(scores + lane, key, count, visible, NULL, 0, s->bias + lane, highest);
-        else
-            highest = FN(hide_lanes)(scores + lane, key, count, visible, NULL, 0, NULL, highest);
-        V(store)(s->block_max + lane, highest);
-    }
 }

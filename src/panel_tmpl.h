@@ -58,18 +58,28 @@ static void FN(look_ahead)(const mha_ahead *ahead, int64_t begin, int64_t end)
                 PREFETCH(ahead[n].data + r * ahead[n].step + byte);
 }
 
-/* The scores of keys first.. of a block for a panel, whose strips of queries lie one after the other. */
-static void FN(score_panel)(const FN(panel) *panel, const FN(block) *block, int64_t first, int64_t count,
-                            int64_t head_dim, REAL *scores, REAL *max)
+/* The scores of keys first.. of a block for a panel, whose strips of queries lie one after the other, and their maximum in
+ * block_max. Vectors before the first that sees a tile are left out: their scores are not defined. */
+static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, const FN(block) *block,
+                            int64_t first, int64_t count, int64_t block_keys, REAL *scores)
 {
     for (int64_t k = first; k < first + count;) {
         int64_t left = first + count - k, keys = left >= V(key_tile) ? V(key_tile) : left >= 4 ? 4 : left >= 2 ? 2 : 1;
         int64_t asked = (block->first + k) / V(key_tile) * panel->ahead_rows;
         if (panel->ahead) FN(look_ahead)(panel->ahead, asked, asked + panel->ahead_rows);
-        for (int v = 0; v < panel->vecs; v += V(query_vecs)) {
-            int vecs = panel->vecs - v < V(query_vecs) ? panel->vecs - v : V(query_vecs);
-            FN(score_keys)(keys, vecs, panel->query + v * V(lanes) * head_dim, block->keys + k * block->key_row,
-                           block->key_row, head_dim, scores + v * V(lanes), max + v * V(lanes));
+        int border = block->first + k + keys > panel->all_visible, vecs;
+        for (int v = 0; v < panel->vecs; v += vecs) {
+            int strip = v / V(query_vecs) * V(query_vecs), lane = v * V(lanes);
+            vecs = (panel->vecs < strip + V(query_vecs) ? panel->vecs : strip + V(query_vecs)) - v;
+            if (panel->vec_visible[v] <= block->first + k) {
+                vecs = 1;
+                continue;
+            }
+            FN(tile_mask) mask = {s->bits ? s->bits + k : NULL, block_keys, lane,
+                                  s->bias ? s->bias + k * V(panel) + lane : NULL, border ? s->visible + lane : NULL, k};
+            FN(score_keys)(keys, vecs, panel->query + strip * V(lanes) * task->head_dim + (v - strip) * V(lanes),
+                           block->keys + k * block->key_row, block->key_row, task->head_dim,
+                           border || task->has_mask ? &mask : NULL, scores + lane, s->block_max + lane);
         }
         scores += keys * V(panel);
         k += keys;
@@ -92,6 +102,11 @@ static void FN(open_panel)(const mha_task *task, FN(scratch) *s, int p, FN(panel
         if (panel->rows[r].mask != panel->rows[0].mask) panel->shared_mask = 0;
     }
     for (int v = 0; v < panel->vecs; v++) {
+        panel->vec_visible[v] = 0;
+        for (int64_t r = v * V(lanes); r < FN(min)(panel->num_rows, (v + 1) * V(lanes)); r++)
+            panel->vec_visible[v] = FN(max)(panel->vec_visible[v], panel->rows[r].visible);
+    }
+    for (int v = 0; v < panel->vecs; v++) {
         int strip = v / V(query_vecs) * V(query_vecs);
         REAL *dst = s->query[p] + strip * V(lanes) * task->head_dim + (v - strip) * V(lanes);
         FN(pack_query_lanes)(dst, V(query_vecs) * V(lanes), task, panel->rows + v * V(lanes),
@@ -100,46 +115,52 @@ static void FN(open_panel)(const mha_task *task, FN(scratch) *s, int p, FN(panel
     }
 }
 
-/* The scores of a panel against a block, hidden ones -inf, and their maximum in block_max. Gives the number of runs. */
+/* The scores of a panel against a block, hidden ones -inf or not defined. Gives the number of runs. */
 static int FN(block_scores)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, const FN(block) *block,
                             FN(run) *runs)
 {
     int64_t count = FN(min)(block->count, panel->visible - block->first);
-    int64_t plain = task->has_mask ? 0 : FN(min)(count, FN(max)(panel->all_visible - block->first, 0));
-    if (plain < count) plain -= plain % V(key_tile); /* whole tiles */
     for (int i = 0; i < panel->vecs * V(lanes); i++) s->block_max[i] = -INFINITY;
-    if (plain < count)
+    if (block->first + count > panel->all_visible)
         for (int i = 0; i < panel->vecs * V(lanes); i++) {
             int64_t visible = panel->rows[FN(min)(i, panel->num_rows - 1)].visible - block->first;
             s->visible[i] = (REAL)FN(max)(FN(min)(visible, MHA_KEY_BLOCK), 0);
         }
     int num_runs = FN(mask_block)(task, s, panel, block->first, count, runs);
-    FN(score_panel)(panel, block, 0, plain, task->head_dim, s->scores, s->block_max);
-    REAL *scores = s->scores + plain * V(panel);
+    REAL *scores = s->scores;
     for (int n = 0; n < num_runs; n++) {
-        int64_t from = FN(max)(runs[n].first, plain), keys = runs[n].first + runs[n].count - from;
-        if (keys <= 0) continue;
-        FN(score_panel)(panel, block, from, keys, task->head_dim, scores, s->unused_max);
-        FN(hide)(task, s, panel, scores, from, keys, count);
-        scores += keys * V(panel);
+        FN(score_panel)(task, s, panel, block, runs[n].first, runs[n].count, count, scores);
+        scores += runs[n].count * V(panel);
     }
     return num_runs;
 }
 
-/* Scores become weights; row_max, row_sum move on and alpha says by how much the output so far has to shrink. */
-static void FN(block_softmax)(FN(scratch) *s, const FN(panel) *panel, int64_t keys, FN(state) *state)
+/* The number of keys below visible in the runs. */
+static int64_t FN(run_keys)(const FN(run) *runs, int num_runs, int64_t visible)
 {
+    int64_t keys = 0;
+    for (int n = 0; n < num_runs; n++) keys += FN(max)(FN(min)(runs[n].count, visible - runs[n].first), 0);
+    return keys;
+}
+
+/* Scores become weights; row_max, row_sum move on and alpha says by how much the output so far has to shrink. */
+static void FN(block_softmax)(FN(scratch) *s, const FN(panel) *panel, int64_t first, const FN(run) *runs, int num_runs,
+                              FN(state) *state)
+{
+    int64_t keys = FN(run_keys)(runs, num_runs, MHA_KEY_BLOCK);
     for (int v = 0; v < panel->vecs; v++) {
         int lane = v * V(lanes);
+        int64_t seen = FN(run_keys)(runs, num_runs, panel->vec_visible[v] - first);
         VEC old = V(load)(state->row_max + lane), now = V(max)(old, V(load)(s->block_max + lane));
         /* -inf - -inf is NaN: while a row has seen nothing, subtract a finite number. */
         VEC m = V(max)(now, V(set1)(-REAL_HIGHEST)), sum = V(zero)();
         REAL *scores = s->scores + lane;
-        for (int64_t k = 0; k < keys; k++, scores += V(panel)) {
+        for (int64_t k = 0; k < seen; k++, scores += V(panel)) {
             VEC weight = FN(exp_lanes)(V(sub)(V(load)(scores), m));
             V(store)(scores, weight);
             sum = V(add)(sum, weight);
         }
+        for (int64_t k = seen; k < keys; k++, scores += V(panel)) V(store)(scores, V(zero)());
         VEC alpha = FN(exp_lanes)(V(sub)(old, m));
         V(store)(s->alpha + lane, alpha);
         V(store)(state->row_max + lane, now);
@@ -147,11 +168,23 @@ static void FN(block_softmax)(FN(scratch) *s, const FN(panel) *panel, int64_t ke
     }
 }
 
-static int64_t FN(run_keys)(const FN(run) *runs, int num_runs)
+/* The output of a panel moves on by one block, in column tiles of even width and tiles of rows that stop at the last key
+ * that one of their rows sees. */
+static void FN(block_output)(FN(scratch) *s, const FN(panel) *panel, const FN(block) *block, const FN(run) *runs,
+                             int num_runs, int first, REAL *out)
 {
-    int64_t keys = 0;
-    for (int n = 0; n < num_runs; n++) keys += runs[n].count;
-    return keys;
+    int64_t vecs = s->out_row / V(lanes), tiles = (vecs + V(col_vecs) - 1) / V(col_vecs);
+    for (int64_t t = 0; t < tiles; t++) {
+        int64_t begin = vecs * t / tiles, width = vecs * (t + 1) / tiles - begin, col = begin * V(lanes);
+        for (int64_t r = 0; r < panel->num_rows;) {
+            int64_t left = panel->num_rows - r;
+            int64_t rows = left >= V(row_tile) ? V(row_tile) : left >= 4 ? 4 : left >= 2 ? 2 : 1, visible = 0;
+            for (int64_t i = r; i < r + rows; i++) visible = FN(max)(visible, panel->rows[i].visible - block->first);
+            FN(output_rows)(rows, (int)width, s->scores + r, block->values + col, block->value_row, runs, num_runs,
+                            visible, s->alpha + r, first, out + r * s->out_row + col, s->out_row);
+            r += rows;
+        }
+    }
 }
 
 /* One panel's state moves on by one block. started: whether out holds something. */
@@ -160,12 +193,10 @@ static void FN(panel_block)(const mha_task *task, FN(scratch) *s, const FN(panel
 {
     FN(run) runs[MHA_KEY_BLOCK / FN(mask_tile)];
     int num_runs = FN(block_scores)(task, s, panel, block, runs);
-    int64_t keys = FN(run_keys)(runs, num_runs);
-    if (!keys) return;
-    FN(block_softmax)(s, panel, keys, state);
+    if (!num_runs) return;
+    FN(block_softmax)(s, panel, block->first, runs, num_runs, state);
     if (!with_output) return;
-    FN(output_panel)(panel->num_rows, s->scores, block->values, block->value_row, runs, num_runs, s->alpha, !*started,
-                     state->out, s->out_row);
+    FN(block_output)(s, panel, block, runs, num_runs, !*started, state->out);
     if (careful)
         FN(add_non_finite)(task, panel->rows, panel->num_rows, block->first, runs, num_runs, s->scores, 1, V(panel),
                            state->out, s->out_row);
@@ -242,12 +273,13 @@ static void FN(write_weights)(FN(scratch) *s, const FN(panel) *panel, const FN(b
         REAL inverse[V(lanes)];
         for (int i = 0; i < V(lanes); i++) inverse[i] = 1 / state->row_sum[lane + i];
         VEC m = V(max)(V(load)(state->row_max + lane), V(set1)(-REAL_HIGHEST)), factor = V(load)(inverse);
-        for (int n = 0; n < num_runs; n++)
-            for (int64_t k = 0; k < runs[n].count; k += V(lanes)) {
-                int64_t keys = FN(min)(runs[n].count - k, V(lanes));
+        for (int n = 0; n < num_runs; scores += runs[n++].count * V(panel)) {
+            int64_t seen = FN(min)(runs[n].count, panel->vec_visible[v] - block->first - runs[n].first);
+            for (int64_t k = 0; k < seen; k += V(lanes)) {
+                int64_t keys = FN(min)(seen - k, V(lanes));
                 VEC w[V(lanes)];
                 for (int i = 0; i < V(lanes); i++) {
-                    VEC score = V(load)(scores + FN(min)(i, keys - 1) * V(panel));
+                    VEC score = V(load)(scores + (k + FN(min)(i, keys - 1)) * V(panel));
                     w[i] = V(mul)(FN(exp_lanes)(V(sub)(score, m)), factor);
                     w[i] = V(zero_hidden)(w[i], score);
                 }
@@ -256,8 +288,8 @@ static void FN(write_weights)(FN(scratch) *s, const FN(panel) *panel, const FN(b
                     REAL *dst = (REAL *)panel->rows[lane + r].weights + block->first + runs[n].first + k;
                     V(store_n)(dst, w[r], keys);
                 }
-                scores += keys * V(panel);
             }
+        }
     }
 }
 

@@ -14,7 +14,7 @@ typedef struct FN(scratch) {
     FN(state) split[MHA_PANELS_PER_PACK], total[MHA_PANELS_PER_PACK];
     int64_t score_row;            /* keys of a block and 3 more, rounded up, for the few-query kernel */
     REAL *scores;                 /* [keys of a block][panel], or [rows][score_row] */
-    REAL *block_max, *unused_max; /* [panel] */
+    REAL *block_max;              /* [panel] */
     REAL *alpha, *visible;        /* [panel] */
     REAL *keys, *values;          /* a packed block */
     REAL *bias;                   /* [keys of a block][panel] */
@@ -61,15 +61,19 @@ static uintptr_t FN(lay_out)(FN(scratch) *s, const mha_task *task, uintptr_t mem
     s->score_row = FN(round_up)(block + 3, V(lanes));
     s->scores = FN(take)(&memory, FN(max)(block * V(panel), MHA_FEW_ROWS * s->score_row));
     s->block_max = FN(take)(&memory, V(panel));
-    s->unused_max = FN(take)(&memory, V(panel));
     s->alpha = FN(take)(&memory, V(panel));
     s->visible = FN(take)(&memory, V(panel));
     s->keys = FN(take)(&memory, block * s->few_row);
     s->values = FN(take)(&memory, block * s->out_row);
     s->converted = FN(take)(&memory, V(lanes) * task->head_dim);
-    s->bias = FN(take)(&memory, task->has_mask ? block * V(panel) : 0);
-    s->mask_rows = FN(take)(&memory, task->has_mask ? V(lanes) * s->score_row : 0);
-    s->bits = (uint16_t *)FN(take)(&memory, task->has_mask ? block * ((V(panel) + 15) / 16) : 0);
+    s->bias = s->mask_rows = NULL;
+    s->bits = NULL;
+    if (task->has_mask && task->mask_dtype == MHA_BOOL) {
+        s->bits = (uint16_t *)FN(take)(&memory, block * ((V(panel) + 15) / 16));
+    } else if (task->has_mask) {
+        s->bias = FN(take)(&memory, block * V(panel));
+        s->mask_rows = FN(take)(&memory, V(lanes) * s->score_row);
+    }
     return memory;
 }
 
