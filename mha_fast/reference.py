@@ -206,13 +206,13 @@ def _scores(call, b, key):
     if call.mask is None or call.mask.dtype == bool:
         return scores
     # A finite bias hides nothing, so neither the cast of a wider mask nor the sum may turn
-    # finite numbers into infinities.
+    # finite numbers into -inf.
     limits = np.finfo(call.dtype)
     mask = call.mask[b]
     bias = np.where(np.isfinite(mask), np.clip(mask, limits.min, limits.max), mask).astype(call.dtype)
     biased = scores + bias
     finite = np.isfinite(scores) & np.isfinite(bias)
-    return np.where(finite, np.clip(biased, limits.min, limits.max), biased)
+    return np.where(finite, np.maximum(biased, limits.min), biased)
 
 
 def _softmax(scores, seen):

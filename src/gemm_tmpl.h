@@ -7,20 +7,20 @@ typedef struct FN(tile_mask) {
     const uint16_t *bits; /* [group of 16 lanes][bits_row] with a bit a lane, NULL where there is no bool mask */
     int64_t bits_row;
     int lane;             /* of the panel, the tile's first */
-    const REAL *bias;     /* [key][panel], NULL where there is no float mask */
+    int is_bias;          /* the float mask's biases lie where the scores will */
     const REAL *visible;  /* [lane]: keys at or beyond this one are hidden; NULL where none of the tile's is */
     int64_t key;          /* the tile's first, counted like visible */
 } FN(tile_mask);
 
 enum { FN(plain), FN(by_length), FN(by_bits), FN(by_bias) };
 
-MHA_INLINE VEC FN(hide)(const int kind, VEC score, int k, int v, const FN(tile_mask) *mask)
+MHA_INLINE VEC FN(hide)(const int kind, VEC score, int k, int v, const FN(tile_mask) *mask, const REAL *bias)
 {
     if (kind == FN(by_bits)) {
         int lane = mask->lane + v * V(lanes);
         score = V(keep_bits)(score, (uint32_t)mask->bits[lane / 16 * mask->bits_row + k] >> lane % 16);
     }
-    if (kind == FN(by_bias)) score = V(add_bias)(score, V(load)(mask->bias + k * V(panel) + v * V(lanes)));
+    if (kind == FN(by_bias)) score = V(add_bias)(score, V(load)(bias));
     if (kind != FN(plain) && mask->visible)
         score = V(below)(score, V(set1)((REAL)(mask->key + k)), V(load)(mask->visible + v * V(lanes)));
     return score;
@@ -32,8 +32,9 @@ MHA_INLINE void FN(store_scores)(const int keys, const int vecs, const int kind,
     UNROLL for (int v = 0; v < vecs; v++) {
         VEC highest = V(load)(max + v * V(lanes));
         UNROLL for (int k = 0; k < keys; k++) {
-            VEC score = FN(hide)(kind, acc[k][v], k, v, mask);
-            V(store)(scores + k * V(panel) + v * V(lanes), score);
+            REAL *dst = scores + k * V(panel) + v * V(lanes);
+            VEC score = FN(hide)(kind, acc[k][v], k, v, mask, dst);
+            V(store)(dst, score);
             highest = V(max)(highest, score);
         }
         V(store)(max + v * V(lanes), highest);
@@ -62,7 +63,7 @@ MHA_INLINE void FN(score_tile)(const int keys, const int vecs, const REAL *RESTR
         FN(store_scores)(keys, vecs, FN(plain), acc, mask, scores, max);
     else if (mask->bits)
         FN(store_scores)(keys, vecs, FN(by_bits), acc, mask, scores, max);
-    else if (mask->bias)
+    else if (mask->is_bias)
         FN(store_scores)(keys, vecs, FN(by_bias), acc, mask, scores, max);
     else
         FN(store_scores)(keys, vecs, FN(by_length), acc, mask, scores, max);
@@ -93,7 +94,7 @@ MHA_NOINLINE void FN(score_keys)(int64_t keys, int vecs, const REAL *query, cons
         FN(score_vecs)(1, vecs, query, key, key_row, head_dim, mask, scores, max);
 }
 
-/* Runs of keys of a block that some row may see; the rows of the scores are these keys one after the other. */
+/* Runs of keys of a block that some row may see. */
 typedef struct FN(run) {
     int64_t first, count;
 } FN(run);
@@ -107,17 +108,17 @@ MHA_INLINE void FN(output_tile)(const int rows, const int vecs, const REAL *REST
     VEC acc[6][4];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
     for (int n = 0; n < num_runs; n++) {
-        const REAL *row = value + runs[n].first * value_row;
+        const REAL *row = value + runs[n].first * value_row, *weight = weights + runs[n].first * V(panel);
         int64_t count = FN(min)(runs[n].count, visible - runs[n].first);
         for (int64_t k = 0; k < count; k++) {
             VEC col[4];
             UNROLL for (int v = 0; v < vecs; v++) col[v] = V(load)(row + v * V(lanes));
             UNROLL for (int r = 0; r < rows; r++) {
-                VEC broadcast = V(set1)(weights[r]);
+                VEC broadcast = V(set1)(weight[r]);
                 UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(fma)(broadcast, col[v], acc[r][v]);
             }
             row += value_row;
-            weights += V(panel);
+            weight += V(panel);
         }
     }
     UNROLL for (int r = 0; r < rows; r++) {

@@ -36,7 +36,7 @@ typedef struct mha_ahead {
     const char *data;
     int64_t step, rows, row_bytes; /* step in bytes */
 } mha_ahead;
-enum { MHA_AHEAD = 4 };
+enum { MHA_AHEAD = 5 };
 
 typedef struct mha_task {
     /* what all tasks of a call share */

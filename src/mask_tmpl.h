@@ -28,12 +28,14 @@ static void FN(add_run)(FN(run) *runs, int *num_runs, int64_t first, int64_t cou
     }
 }
 
-MHA_INLINE void FN(set_bits)(uint16_t *RESTRICT bits, const char *RESTRICT mask, int64_t step, int64_t count, uint16_t bit)
+/* bits[key] |= bit where the mask's row is set; a product and no choice, so that every compiler makes vectors of it. */
+MHA_NOINLINE void FN(set_bits)(uint16_t *RESTRICT bits, const char *RESTRICT mask, int64_t step, int64_t count,
+                               uint16_t bit)
 {
     if (step == 1)
-        for (int64_t k = 0; k < count; k++) bits[k] |= mask[k] != 0 ? bit : 0;
+        for (int64_t k = 0; k < count; k++) bits[k] |= (uint16_t)((uint16_t)(mask[k] != 0) * bit);
     else
-        for (int64_t k = 0; k < count; k++) bits[k] |= mask[k * step] != 0 ? bit : 0;
+        for (int64_t k = 0; k < count; k++) bits[k] |= (uint16_t)((uint16_t)(mask[k * step] != 0) * bit);
 }
 
 /* bits[group][key] of a bool mask for keys first.. */
@@ -62,22 +64,26 @@ static void FN(transpose_bias)(REAL *bias, const REAL *const *from, int64_t coun
     for (int64_t k = 0; k < count; k += V(lanes)) {
         int64_t keys = FN(min)(count - k, V(lanes));
         VEC r[V(lanes)];
-        UNROLL for (int i = 0; i < V(lanes); i++)
-            r[i] = keys == V(lanes) ? V(load)(from[i] + k) : V(load_n)(from[i] + k, keys);
+        uint32_t seen = 0;
+        if (keys == V(lanes))
+            UNROLL for (int i = 0; i < V(lanes); i++) r[i] = V(load)(from[i] + k);
+        else
+            UNROLL for (int i = 0; i < V(lanes); i++) r[i] = V(load_n)(from[i] + k, keys);
+        UNROLL for (int i = 0; i < V(lanes); i++) seen |= V(visible_bits)(r[i]);
+        for (int i = 0; i < V(lanes); i += FN(mask_tile))
+            tile_seen[(k + i) / FN(mask_tile)] |= (seen >> i & ((1u << FN(mask_tile)) - 1)) != 0;
         V(transpose)(r);
+        REAL *dst = bias + k * V(panel);
         UNROLL for (int i = 0; i < V(lanes); i++)
-            if (i < keys) {
-                V(store)(bias + (k + i) * V(panel), r[i]);
-                tile_seen[(k + i) / FN(mask_tile)] |= (unsigned char)V(any_visible)(r[i]);
-            }
+            if (i < keys) V(store)(dst + i * V(panel), r[i]);
     }
 }
 
-/* bias[key][lane] of a float mask for keys first.. */
+/* The biases of a float mask for keys first.., to where the scores will lie. */
 static int FN(mask_bias)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, int64_t first, int64_t count,
                          FN(run) *runs)
 {
-    unsigned char seen[MHA_KEY_BLOCK / FN(mask_tile)] = {0};
+    unsigned char seen[MHA_KEY_BLOCK / FN(mask_tile) + 1] = {0}; /* a vector may reach beyond the last tile */
     int64_t bytes = FN(item_bytes)(task->mask_dtype);
     int in_place = task->mask_dtype == REAL_DTYPE && task->mask_col == 1;
     int num_runs = 0;
@@ -91,7 +97,7 @@ static int FN(mask_bias)(const mha_task *task, FN(scratch) *s, const FN(panel) *
             if (!in_place && (i == 0 || !panel->shared_mask))
                 FN(convert)(s->mask_rows + i * count, row, task->mask_dtype, task->mask_col, count);
         }
-        FN(transpose_bias)(s->bias + v * V(lanes), from, count, seen);
+        FN(transpose_bias)(s->scores + v * V(lanes), from, count, seen);
     }
     for (int64_t k = 0; k < count; k += FN(mask_tile))
         if (seen[k / FN(mask_tile)]) FN(add_run)(runs, &num_runs, k, FN(min)(count - k, FN(mask_tile)));

@@ -260,6 +260,9 @@ static void look_ahead(const plan *plan, mha_task *task, int64_t t)
         place place = locate(plan, next);
         int64_t last = min64(place.first_row + plan->rows_per_task, plan->rows);
         task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, place), place.first_row, last, p->head_dim);
+        if (p->mask.data)
+            task->ahead[4] = ahead_rows(&p->mask, head_rows(p, &p->mask, place), place.first_row, last,
+                                        min64(p->kv_len, MHA_KEY_BLOCK));
         task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, place), place.first_row, last, p->value_dim);
     }
 }

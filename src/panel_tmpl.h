@@ -58,15 +58,26 @@ static void FN(look_ahead)(const mha_ahead *ahead, int64_t begin, int64_t end)
                 PREFETCH(ahead[n].data + r * ahead[n].step + byte);
 }
 
+/* Asks for the mask of the keys from key on, a share of the rows with every tile of the block before. */
+static void FN(look_ahead_mask)(const mha_task *task, const FN(panel) *panel, int64_t key, int64_t tile)
+{
+    int64_t bytes = FN(item_bytes)(task->mask_dtype), share = panel->num_rows * V(key_tile) / MHA_KEY_BLOCK + 1;
+    if (task->mask_col != 1 || key >= panel->visible) return;
+    for (int64_t r = tile * share; r < FN(min)((tile + 1) * share, panel->shared_mask ? 1 : panel->num_rows); r++)
+        for (int64_t byte = 0; byte < MHA_KEY_BLOCK * bytes; byte += 64)
+            PREFETCH(panel->rows[r].mask + key * bytes + byte);
+}
+
 /* The scores of keys first.. of a block for a panel, whose strips of queries lie one after the other, and their maximum in
  * block_max. Vectors before the first that sees a tile are left out: their scores are not defined. */
 static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, const FN(block) *block,
-                            int64_t first, int64_t count, int64_t block_keys, REAL *scores)
+                            int64_t first, int64_t count, int64_t block_keys)
 {
     for (int64_t k = first; k < first + count;) {
         int64_t left = first + count - k, keys = left >= V(key_tile) ? V(key_tile) : left >= 4 ? 4 : left >= 2 ? 2 : 1;
         int64_t asked = (block->first + k) / V(key_tile) * panel->ahead_rows;
         if (panel->ahead) FN(look_ahead)(panel->ahead, asked, asked + panel->ahead_rows);
+        if (task->has_mask) FN(look_ahead_mask)(task, panel, block->first + MHA_KEY_BLOCK, k / V(key_tile));
         int border = block->first + k + keys > panel->all_visible, vecs;
         for (int v = 0; v < panel->vecs; v += vecs) {
             int strip = v / V(query_vecs) * V(query_vecs), lane = v * V(lanes);
@@ -75,13 +86,13 @@ static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel
                 vecs = 1;
                 continue;
             }
-            FN(tile_mask) mask = {s->bits ? s->bits + k : NULL, block_keys, lane,
-                                  s->bias ? s->bias + k * V(panel) + lane : NULL, border ? s->visible + lane : NULL, k};
+            FN(tile_mask) mask = {s->bits ? s->bits + k : NULL, block_keys, lane, task->has_mask && !s->bits,
+                                  border ? s->visible + lane : NULL, k};
             FN(score_keys)(keys, vecs, panel->query + strip * V(lanes) * task->head_dim + (v - strip) * V(lanes),
                            block->keys + k * block->key_row, block->key_row, task->head_dim,
-                           border || task->has_mask ? &mask : NULL, scores + lane, s->block_max + lane);
+                           border || task->has_mask ? &mask : NULL, s->scores + k * V(panel) + lane,
+                           s->block_max + lane);
         }
-        scores += keys * V(panel);
         k += keys;
     }
 }
@@ -127,41 +138,37 @@ static int FN(block_scores)(const mha_task *task, FN(scratch) *s, const FN(panel
             s->visible[i] = (REAL)FN(max)(FN(min)(visible, MHA_KEY_BLOCK), 0);
         }
     int num_runs = FN(mask_block)(task, s, panel, block->first, count, runs);
-    REAL *scores = s->scores;
-    for (int n = 0; n < num_runs; n++) {
-        FN(score_panel)(task, s, panel, block, runs[n].first, runs[n].count, count, scores);
-        scores += runs[n].count * V(panel);
-    }
+    for (int n = 0; n < num_runs; n++)
+        FN(score_panel)(task, s, panel, block, runs[n].first, runs[n].count, count);
     return num_runs;
 }
 
-/* The number of keys below visible in the runs. */
-static int64_t FN(run_keys)(const FN(run) *runs, int num_runs, int64_t visible)
+/* Scores of one vector of lanes become weights, those of keys that the vector does not see 0; gives their sum. */
+MHA_INLINE VEC FN(exponentials)(REAL *scores, const FN(run) *runs, int num_runs, int64_t visible, VEC m)
 {
-    int64_t keys = 0;
-    for (int n = 0; n < num_runs; n++) keys += FN(max)(FN(min)(runs[n].count, visible - runs[n].first), 0);
-    return keys;
+    VEC sum = V(zero)();
+    for (int n = 0; n < num_runs; n++) {
+        int64_t k = runs[n].first, end = k + runs[n].count, seen = FN(min)(end, visible);
+        for (; k < seen; k++) {
+            VEC weight = FN(exp_lanes)(V(sub)(V(load)(scores + k * V(panel)), m));
+            V(store)(scores + k * V(panel), weight);
+            sum = V(add)(sum, weight);
+        }
+        for (; k < end; k++) V(store)(scores + k * V(panel), V(zero)());
+    }
+    return sum;
 }
 
 /* Scores become weights; row_max, row_sum move on and alpha says by how much the output so far has to shrink. */
 static void FN(block_softmax)(FN(scratch) *s, const FN(panel) *panel, int64_t first, const FN(run) *runs, int num_runs,
                               FN(state) *state)
 {
-    int64_t keys = FN(run_keys)(runs, num_runs, MHA_KEY_BLOCK);
     for (int v = 0; v < panel->vecs; v++) {
         int lane = v * V(lanes);
-        int64_t seen = FN(run_keys)(runs, num_runs, panel->vec_visible[v] - first);
         VEC old = V(load)(state->row_max + lane), now = V(max)(old, V(load)(s->block_max + lane));
         /* -inf - -inf is NaN: while a row has seen nothing, subtract a finite number. */
-        VEC m = V(max)(now, V(set1)(-REAL_HIGHEST)), sum = V(zero)();
-        REAL *scores = s->scores + lane;
-        for (int64_t k = 0; k < seen; k++, scores += V(panel)) {
-            VEC weight = FN(exp_lanes)(V(sub)(V(load)(scores), m));
-            V(store)(scores, weight);
-            sum = V(add)(sum, weight);
-        }
-        for (int64_t k = seen; k < keys; k++, scores += V(panel)) V(store)(scores, V(zero)());
-        VEC alpha = FN(exp_lanes)(V(sub)(old, m));
+        VEC m = V(max)(now, V(set1)(-REAL_HIGHEST)), alpha = FN(exp_lanes)(V(sub)(old, m));
+        VEC sum = FN(exponentials)(s->scores + lane, runs, num_runs, panel->vec_visible[v] - first, m);
         V(store)(s->alpha + lane, alpha);
         V(store)(state->row_max + lane, now);
         V(store)(state->row_sum + lane, V(fma)(V(load)(state->row_sum + lane), alpha, sum));
@@ -273,9 +280,9 @@ static void FN(write_weights)(FN(scratch) *s, const FN(panel) *panel, const FN(b
         REAL inverse[V(lanes)];
         for (int i = 0; i < V(lanes); i++) inverse[i] = 1 / state->row_sum[lane + i];
         VEC m = V(max)(V(load)(state->row_max + lane), V(set1)(-REAL_HIGHEST)), factor = V(load)(inverse);
-        for (int n = 0; n < num_runs; scores += runs[n++].count * V(panel)) {
-            int64_t seen = FN(min)(runs[n].count, panel->vec_visible[v] - block->first - runs[n].first);
-            for (int64_t k = 0; k < seen; k += V(lanes)) {
+        for (int n = 0; n < num_runs; n++) {
+            int64_t seen = FN(min)(runs[n].first + runs[n].count, panel->vec_visible[v] - block->first);
+            for (int64_t k = runs[n].first; k < seen; k += V(lanes)) {
                 int64_t keys = FN(min)(seen - k, V(lanes));
                 VEC w[V(lanes)];
                 for (int i = 0; i < V(lanes); i++) {
@@ -285,7 +292,7 @@ static void FN(write_weights)(FN(scratch) *s, const FN(panel) *panel, const FN(b
                 }
                 V(transpose)(w);
                 for (int64_t r = 0; r < rows; r++) {
-                    REAL *dst = (REAL *)panel->rows[lane + r].weights + block->first + runs[n].first + k;
+                    REAL *dst = (REAL *)panel->rows[lane + r].weights + block->first + k;
                     V(store_n)(dst, w[r], keys);
                 }
             }

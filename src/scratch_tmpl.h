@@ -17,7 +17,6 @@ typedef struct FN(scratch) {
     REAL *block_max;              /* [panel] */
     REAL *alpha, *visible;        /* [panel] */
     REAL *keys, *values;          /* a packed block */
-    REAL *bias;                   /* [keys of a block][panel] */
     REAL *mask_rows;              /* [lanes][keys of a block], converted */
     REAL *converted;              /* [lanes][head_dim] */
     uint16_t *bits;               /* [panel / 16][keys of a block]: a bit a query */
@@ -66,12 +65,11 @@ static uintptr_t FN(lay_out)(FN(scratch) *s, const mha_task *task, uintptr_t mem
     s->keys = FN(take)(&memory, block * s->few_row);
     s->values = FN(take)(&memory, block * s->out_row);
     s->converted = FN(take)(&memory, V(lanes) * task->head_dim);
-    s->bias = s->mask_rows = NULL;
+    s->mask_rows = NULL;
     s->bits = NULL;
     if (task->has_mask && task->mask_dtype == MHA_BOOL) {
         s->bits = (uint16_t *)FN(take)(&memory, block * ((V(panel) + 15) / 16));
     } else if (task->has_mask) {
-        s->bias = FN(take)(&memory, block * V(panel));
         s->mask_rows = FN(take)(&memory, V(lanes) * s->score_row);
     }
     return memory;

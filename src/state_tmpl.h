@@ -116,22 +116,21 @@ static int FN(is_finite)(const FN(state) *state, int64_t rows, int64_t out_row)
 }
 
 /* With the non-finite entries of the values left out of the product, adds them for the queries that see them.
- * weights[row * row_step + n * key_step] belongs to the n-th key of the runs. */
+ * weights[row * row_step + key * key_step] belongs to a key of the block. */
 static void FN(add_non_finite)(const mha_task *task, const mha_row *rows, int64_t count, int64_t first_key,
                                const FN(run) *runs, int num_runs, const REAL *weights, int64_t row_step,
                                int64_t key_step, REAL *out, int64_t out_row)
 {
-    int64_t n = 0;
-    for (int run = 0; run < num_runs; run++)
-        for (int64_t k = 0; k < runs[run].count; k++, n++) {
-            int64_t key = first_key + runs[run].first + k;
+    for (int n = 0; n < num_runs; n++)
+        for (int64_t k = runs[n].first; k < runs[n].first + runs[n].count; k++) {
+            int64_t key = first_key + k;
             const char *value = task->value.data + key * task->value.row * FN(item_bytes)(task->value.dtype);
             for (int64_t c = 0; c < task->value_dim; c++) {
                 REAL x;
                 FN(convert)(&x, value + c * task->value.col * FN(item_bytes)(task->value.dtype), task->value.dtype, 1, 1);
                 if (x - x == 0) continue;
                 for (int64_t r = 0; r < count; r++)
-                    if (FN(sees)(task, rows + r, key)) out[r * out_row + c] += weights[r * row_step + n * key_step] * x;
+                    if (FN(sees)(task, rows + r, key)) out[r * out_row + c] += weights[r * row_step + k * key_step] * x;
             }
         }
 }

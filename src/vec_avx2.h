@@ -1,7 +1,7 @@
 /* Vector operations of level avx2 (AVX2, FMA, F16C): 8 float32 or 4 float64 lanes, 16 registers.
  *
  * max(a, b) gives b where either is NaN. below, keep_bits and add_bias put -inf where the key is hidden;
- * zero_hidden and any_visible take a score of -inf for a hidden key.
+ * zero_hidden and visible_bits (a bit a lane) take a score of -inf for a hidden key.
  * frac(x) = x - floor(x) and scale2(p, x) = p * 2^floor(x), for x in the domain that domain() clamps to: below it
  * 2^x is 0, so results under the smallest normal number are 0.
  */
@@ -56,9 +56,9 @@ MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score)
 {
     return _mm256_and_ps(weight, _mm256_cmp_ps(score, _mm256_set1_ps(-INFINITY), _CMP_NEQ_UQ));
 }
-MHA_INLINE int vec_f32_any_visible(vec_f32 score)
+MHA_INLINE uint32_t vec_f32_visible_bits(vec_f32 score)
 {
-    return _mm256_movemask_ps(_mm256_cmp_ps(score, _mm256_set1_ps(-INFINITY), _CMP_NEQ_UQ)) != 0;
+    return (uint32_t)_mm256_movemask_ps(_mm256_cmp_ps(score, _mm256_set1_ps(-INFINITY), _CMP_NEQ_UQ));
 }
 MHA_INLINE int vec_f32_any_nan(vec_f32 a) { return _mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)) != 0; }
 MHA_INLINE vec_f32 vec_f32_domain(vec_f32 x) { return _mm256_max_ps(_mm256_set1_ps(-127), x); }
@@ -139,9 +139,9 @@ MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
 {
     return _mm256_and_pd(weight, _mm256_cmp_pd(score, _mm256_set1_pd(-INFINITY), _CMP_NEQ_UQ));
 }
-MHA_INLINE int vec_f64_any_visible(vec_f64 score)
+MHA_INLINE uint32_t vec_f64_visible_bits(vec_f64 score)
 {
-    return _mm256_movemask_pd(_mm256_cmp_pd(score, _mm256_set1_pd(-INFINITY), _CMP_NEQ_UQ)) != 0;
+    return (uint32_t)_mm256_movemask_pd(_mm256_cmp_pd(score, _mm256_set1_pd(-INFINITY), _CMP_NEQ_UQ));
 }
 MHA_INLINE int vec_f64_any_nan(vec_f64 a) { return _mm256_movemask_pd(_mm256_cmp_pd(a, a, _CMP_UNORD_Q)) != 0; }
 MHA_INLINE vec_f64 vec_f64_domain(vec_f64 x) { return _mm256_max_pd(_mm256_set1_pd(-1023), x); }

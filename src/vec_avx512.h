@@ -1,7 +1,7 @@
 /* Vector operations of level avx512 (F, BW, DQ, VL): 16 float32 or 8 float64 lanes, 32 registers.
  *
  * max(a, b) gives b where either is NaN. below, keep_bits and add_bias put -inf where the key is hidden;
- * zero_hidden and any_visible take a score of -inf for a hidden key.
+ * zero_hidden and visible_bits (a bit a lane) take a score of -inf for a hidden key.
  * frac(x) = x - floor(x) and scale2(p, x) = p * 2^floor(x) make the exponential; x <= 0 or NaN, -inf included.
  */
 #include <immintrin.h>
@@ -51,9 +51,9 @@ MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score)
     __mmask16 see = _mm512_cmp_ps_mask(score, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
     return _mm512_maskz_mov_ps(see, weight);
 }
-MHA_INLINE int vec_f32_any_visible(vec_f32 score)
+MHA_INLINE uint32_t vec_f32_visible_bits(vec_f32 score)
 {
-    return _mm512_cmp_ps_mask(score, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ) != 0;
+    return _mm512_cmp_ps_mask(score, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
 }
 MHA_INLINE int vec_f32_any_nan(vec_f32 a) { return _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q) != 0; }
 MHA_INLINE vec_f32 vec_f32_domain(vec_f32 x) { return x; }
@@ -126,9 +126,9 @@ MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
     __mmask8 see = _mm512_cmp_pd_mask(score, _mm512_set1_pd(-INFINITY), _CMP_NEQ_UQ);
     return _mm512_maskz_mov_pd(see, weight);
 }
-MHA_INLINE int vec_f64_any_visible(vec_f64 score)
+MHA_INLINE uint32_t vec_f64_visible_bits(vec_f64 score)
 {
-    return _mm512_cmp_pd_mask(score, _mm512_set1_pd(-INFINITY), _CMP_NEQ_UQ) != 0;
+    return _mm512_cmp_pd_mask(score, _mm512_set1_pd(-INFINITY), _CMP_NEQ_UQ);
 }
 MHA_INLINE int vec_f64_any_nan(vec_f64 a) { return _mm512_cmp_pd_mask(a, a, _CMP_UNORD_Q) != 0; }
 MHA_INLINE vec_f64 vec_f64_domain(vec_f64 x) { return x; }

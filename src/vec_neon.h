@@ -1,7 +1,7 @@
 /* Vector operations of level neon (AArch64 Advanced SIMD): 4 float32 or 2 float64 lanes, 32 registers.
  *
  * max gives NaN where either is NaN. below, keep_bits and add_bias put -inf where the key is hidden;
- * zero_hidden and any_visible take a score of -inf for a hidden key.
+ * zero_hidden and visible_bits (a bit a lane) take a score of -inf for a hidden key.
  * frac(x) = x - floor(x) and scale2(p, x) = p * 2^floor(x), for x in the domain that domain() clamps to: below it
  * 2^x is 0, so results under the smallest normal number are 0.
  */
@@ -61,9 +61,11 @@ MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score)
 {
     return vbslq_f32(vceqq_f32(score, vdupq_n_f32(-INFINITY)), vdupq_n_f32(0), weight);
 }
-MHA_INLINE int vec_f32_any_visible(vec_f32 score)
+MHA_INLINE uint32_t vec_f32_visible_bits(vec_f32 score)
 {
-    return vminvq_u32(vceqq_f32(score, vdupq_n_f32(-INFINITY))) == 0;
+    static const uint32_t lane[4] = {1, 2, 4, 8};
+    uint32x4_t hidden = vceqq_f32(score, vdupq_n_f32(-INFINITY));
+    return vaddvq_u32(vbicq_u32(vld1q_u32(lane), hidden));
 }
 MHA_INLINE int vec_f32_any_nan(vec_f32 a) { return vminvq_u32(vceqq_f32(a, a)) == 0; }
 MHA_INLINE vec_f32 vec_f32_domain(vec_f32 x) { return vmaxq_f32(vdupq_n_f32(-127), x); }
@@ -129,10 +131,11 @@ MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
 {
     return vbslq_f64(vceqq_f64(score, vdupq_n_f64(-INFINITY)), vdupq_n_f64(0), weight);
 }
-MHA_INLINE int vec_f64_any_visible(vec_f64 score)
+MHA_INLINE uint32_t vec_f64_visible_bits(vec_f64 score)
 {
+    static const uint64_t lane[2] = {1, 2};
     uint64x2_t hidden = vceqq_f64(score, vdupq_n_f64(-INFINITY));
-    return (vgetq_lane_u64(hidden, 0) & vgetq_lane_u64(hidden, 1)) == 0;
+    return (uint32_t)vaddvq_u64(vbicq_u64(vld1q_u64(lane), hidden));
 }
 MHA_INLINE int vec_f64_any_nan(vec_f64 a)
 {

@@ -2,7 +2,7 @@
  * hardware a library fma is a hundred times slower).
  *
  * max(a, b) gives b where either is NaN. below, keep_bits and add_bias put -inf where the key is hidden;
- * zero_hidden and any_visible take a score of -inf for a hidden key.
+ * zero_hidden and visible_bits (a bit a lane) take a score of -inf for a hidden key.
  * frac(x) = x - floor(x) and scale2(p, x) = p * 2^floor(x), for x in the domain that domain() clamps to: below it
  * 2^x is 0, so results under the smallest normal number are 0.
  */
@@ -48,7 +48,7 @@ MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score)
 {
     return score == (float)-INFINITY ? 0 : weight;
 }
-MHA_INLINE int vec_f32_any_visible(vec_f32 score) { return score != (float)-INFINITY; }
+MHA_INLINE uint32_t vec_f32_visible_bits(vec_f32 score) { return score != (float)-INFINITY; }
 MHA_INLINE int vec_f32_any_nan(vec_f32 a) { return a != a; }
 MHA_INLINE vec_f32 vec_f32_domain(vec_f32 x) { return vec_f32_max(-127, x); }
 /* Rounding down without a library call: truncation is exact in the domain. */
@@ -102,7 +102,7 @@ MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
 {
     return score == (double)-INFINITY ? 0 : weight;
 }
-MHA_INLINE int vec_f64_any_visible(vec_f64 score) { return score != (double)-INFINITY; }
+MHA_INLINE uint32_t vec_f64_visible_bits(vec_f64 score) { return score != (double)-INFINITY; }
 MHA_INLINE int vec_f64_any_nan(vec_f64 a) { return a != a; }
 MHA_INLINE vec_f64 vec_f64_domain(vec_f64 x) { return vec_f64_max(-1023, x); }
 /* Rounding down without a library call: truncation is exact in the domain. */

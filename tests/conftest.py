@@ -5,6 +5,7 @@ import zlib
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 
 import mha_fast
 from mha_fast import _config, reference
@@ -13,18 +14,18 @@ DTYPES = ("float32", "float64")
 CONFIG = mha_fast.show_config()
 LEVELS = CONFIG["levels_built"]
 
-# The unit roundoff of each compute dtype; the rest of the bound is `allowed`.
+# The tolerance table: the unit roundoff u of each compute dtype; `allowed` makes a bound of it.
 #
-# An output is sum(w v) / sum(w). To first order its error is at most (2 eps + sums) max|v|, where eps is the relative error
-# of a weight w = e^(s - m), that is the absolute error of s - m, and "sums" that of the two sums over keys.
-# - s is a sum over the depth E of products with partial sums of about |s|, then at most three more roundings (scale, bias,
-#   difference to the maximum) of numbers of at most twice its size M, and one by log2(e). Rounding errors are a random
-#   walk (Higham & Mary 2019: 4 sqrt(n) instead of n fails once in 3000 sums where all partial sums are as large as the last,
-#   and here one of them is in some hundreds), so eps <= u (4 sqrt(E) + 8) M; the exponential adds 4 u.
-# - Sums run over blocks of 256 keys, from 0: 4 sqrt(256) u; over 4096 keys 16 block sums more.
-# Together u (2 (4 sqrt(E) + 8) M + 8 + 2 * 64 + 2 * 16). With unit normal inputs (E = 64, M = 5) that is 6e-5 of the
-# largest value in float32. One wrong key of a thousand is a hundred times that. How exact the kernels really are is
-# test_numerics' matter; this table decides right or wrong, and no retuning may make it flaky.
+# An output is sum(w v) / sum(w). To first order its error is at most (2 eps + sums) max|v|: eps is the relative error
+# of a weight w = e^(s - m), which is the absolute error of s - m, and "sums" that of the two sums over keys.
+# - s sums E products, with partial sums of about its own size, and then takes at most four more roundings (scale,
+#   bias, difference to the maximum, log2(e)) of numbers of at most twice M, the largest |s|. Roundings are a random
+#   walk, and n of them exceed 4 sqrt(n) u with a probability below 1e-3 (Higham & Mary 2019) even if every partial sum
+#   were as large as M, which is one score of many here: eps <= u (4 sqrt(E) + 8) M, and 4 u of the exponential.
+# - Sums start at 0 in every block of 256 keys: 4 sqrt(256) u each, and as much again for 16 blocks.
+# Together u (2 (4 sqrt(E) + 8) M + 8 + 2 (64 + 16)). For unit normal inputs (E = 64, M = 5) that is 3e-5 of the
+# largest value in float32, where one wrong key among a thousand makes 1e-3. How exact the kernels are beyond right or
+# wrong is test_numerics' matter; this bound is wide enough for every level, tile and order of summation.
 UNIT = {"float32": 2.0**-24, "float64": 2.0**-53}
 
 
@@ -34,6 +35,13 @@ def allowed(dtype, width, largest_score):
 
 
 _seed = None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_blas_thread():
+    """The oracle's products are small; on a busy machine a second thread only waits."""
+    with threadpool_limits(1, user_api="blas"):
+        yield
 
 
 @pytest.fixture
@@ -50,7 +58,7 @@ def rng(request):
 def isa(request):
     """Each level of the build, in force for one test, on one thread unless the test asks for more.
 
-    Threads are the matter of test_bits and test_threads; on a busy machine each parallel call may wait for a time slice.
+    Threads are the matter of test_bits and test_threads; on a busy machine a parallel call may wait for a time slice.
     """
     if request.param not in CONFIG["levels_usable"]:
         pytest.skip(f"level {request.param} is built, but this CPU or system lacks it")

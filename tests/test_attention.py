@@ -33,6 +33,7 @@ FEATURES = {
     "float mask of the other dtype": other_float_mask,
     "lengths": lambda rng, dtype: {"valid_lens": np.array([17, 30])},
     "lengths of queries": lambda rng, dtype: {"valid_lens": rng.integers(0, KEYS + 2, (BATCH, QUERIES))},
+    "lengths beyond all": lambda rng, dtype: {"valid_lens": np.array([2**63 - 1, -(2**63)])},
     "fractions": lambda rng, dtype: {"valid_lens": [0.5, 29.5]},
     "upper left": lambda rng, dtype: {"is_causal": "upper_left"},
     "lower right": lambda rng, dtype: {"is_causal": "lower_right"},
