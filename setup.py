@@ -37,7 +37,7 @@ def core_sources(architecture, style):
     """The C files for one architecture: (path, flags of this file alone), and the macros that name the levels."""
     column = 2 if style == "msvc" else 1
     built = {name: row for name, row in LEVELS.items() if row[0] in (None, architecture)}
-    files = [("src/mha.c", []), ("src/cpu.c", [])]
+    files = [("src/mha.c", []), ("src/layer.c", []), ("src/cpu.c", [])]
     files += [(f"src/isa_{name}.c", row[column]) for name, row in built.items()]
     return files, [(f"MHA_HAVE_{name.upper()}", "1") for name in built]
 

@@ -33,6 +33,11 @@ from mha_fast._mha cimport (
     mha_isa_usable,
     mha_key_block,
     mha_key_split,
+    mha_layer,
+    mha_layer_estimated_ns,
+    mha_layer_forward,
+    mha_layer_workspace_bytes,
+    mha_linear,
     mha_openmp_max_threads,
     mha_openmp_version,
     mha_params,
@@ -128,21 +133,43 @@ cdef void fill_sizes(mha_params *p, cnp.ndarray query, cnp.ndarray key, cnp.ndar
 
 # ---- the call
 
-cdef int run(mha_params *p) except -1:
-    """Call the core with a workspace of its own."""
-    cdef int64_t size = mha_workspace_bytes(p)
-    cdef mha_status status
+cdef void *workspace_of(int64_t size) except NULL:
     if size < 0:
         raise MemoryError("the workspace would be larger than the address space")
     cdef void *workspace = PyMem_RawMalloc(<size_t> size)
     if workspace == NULL:
         raise MemoryError(f"no memory for a workspace of {size} bytes")
+    return workspace
+
+
+cdef int run(mha_params *p) except -1:
+    """Call the core with a workspace of its own."""
+    cdef int64_t size = mha_workspace_bytes(p)
+    cdef void *workspace = workspace_of(size)
+    cdef mha_status status
     if mha_estimated_ns(p) > RELEASE_GIL_NS:
         with nogil:
             status = mha_forward(p, workspace, size)
     else:
         status = mha_forward(p, workspace, size)
     PyMem_RawFree(workspace)
+    return check(status)
+
+
+cdef int run_layer(mha_layer *layer) except -1:
+    cdef int64_t size = mha_layer_workspace_bytes(layer)
+    cdef void *workspace = workspace_of(size)
+    cdef mha_status status
+    if mha_layer_estimated_ns(layer) > RELEASE_GIL_NS:
+        with nogil:
+            status = mha_layer_forward(layer, workspace, size)
+    else:
+        status = mha_layer_forward(layer, workspace, size)
+    PyMem_RawFree(workspace)
+    return check(status)
+
+
+cdef int check(mha_status status) except -1:
     if status != MHA_OK:
         names = {MHA_ERR_ISA: "level", MHA_ERR_SHAPE: "shape", MHA_ERR_DTYPE: "dtype"}
         raise RuntimeError(f"the C core refused a checked call: {names.get(status, 'workspace')}; this is a bug in mha_fast")
@@ -379,6 +406,150 @@ def scaled_dot_product_attention(
     )
 
 
+# ---- layers
+
+cdef void fill_linear(mha_linear *linear, cnp.ndarray x, cnp.ndarray weight, cnp.ndarray bias) noexcept:
+    """Describe x (batch, len, depth), weight (depth, cols) and a contiguous bias (cols,)."""
+    fill(&linear.x, x, 1, -1, 1, 2)
+    fill(&linear.weight, weight, 0, -1, 0, 1)
+    linear.bias = <const char *> cnp.PyArray_DATA(bias)
+    linear.len = cnp.PyArray_DIM(x, 1)
+    linear.depth = cnp.PyArray_DIM(weight, 0)
+    linear.cols = cnp.PyArray_DIM(weight, 1)
+
+
+cdef void fill_layer_sizes(mha_layer *layer, int num, int num_heads, int num_kv_heads) except *:
+    """The attention inside a layer whose maps are filled in, before masks."""
+    cdef mha_params *p = &layer.attention
+    leave_out(p)
+    p.isa = <mha_isa> <int> <object> PyDict_GetItem(config, "level")
+    p.dtype = MHA_F32 if num == cnp.NPY_FLOAT32 else MHA_F64
+    p.lead_ndim = 1
+    p.num_heads = num_heads
+    p.num_kv_heads = num_kv_heads
+    p.q_len = layer.query.len
+    p.kv_len = layer.key.len
+    p.head_dim = layer.query.cols // num_heads
+    p.value_dim = p.head_dim
+    p.scale = 1.0 / sqrt(<double> p.head_dim)
+    p.causal = 0
+    p.offset.data = <char *> &ZERO
+    p.offset.dtype = MHA_I64
+    p.offset.lead[0] = 0
+    p.num_threads = resolve_threads(None)
+
+
+def attend_layer(call, attention):
+    """The result of a validated call of a layer (`_validate.LayerCall`, and the `Call` of its attention)."""
+    cdef mha_layer layer
+    cdef mha_params *p = &layer.attention
+    cdef cnp.ndarray out, weights
+    biases = [np.ascontiguousarray(b) for b in (call.b_q, call.b_k, call.b_v, call.b_o)]
+    fill_linear(&layer.query, call.queries, call.W_q, biases[0])
+    fill_linear(&layer.key, call.keys, call.W_k, biases[1])
+    fill_linear(&layer.value, call.values, call.W_v, biases[2])
+    fill_linear(&layer.output, call.queries, call.W_o, biases[3])
+    fill_layer_sizes(&layer, np.dtype(call.dtype).num, call.num_heads, call.num_kv_heads)
+    p.lead_shape[0] = call.shape[0]
+    p.causal = attention.causal
+    if attention.mask is not None:
+        fill(&p.mask, attention.mask, 1, 1, 2, 3)
+    if attention.lengths is not None:
+        fill(&p.lengths, attention.lengths, 1, -1, 1, -1)
+    fill(&p.offset, attention.offset, 1, -1, -1, -1)
+    if call.need_weights:
+        weights = np.zeros((call.shape[0], call.num_heads, call.shape[1], call.keys.shape[1]), call.dtype)
+        fill(&p.weights, weights, 1, 1, 2, -1)
+    # the core writes rows of adjacent columns
+    in_place = call.out is not None and call.out.strides[2] == call.out.itemsize
+    out = call.out if in_place else np.empty(call.shape, call.dtype)
+    fill(&layer.out, out, 1, -1, 1, 2)
+    run_layer(&layer)
+    if call.out is not None and not in_place:
+        call.out[...] = out
+    result = out if call.out is None else call.out_object
+    return (result, weights) if call.need_weights else result
+
+
+cdef bint plain_linear(mha_linear *linear, object x, object weight, object bias, int num) noexcept:
+    """Describe a map whose arrays are plain, of one dtype, and fit each other."""
+    cdef cnp.npy_intp cols
+    if not (is_plain(x, num, 3) and is_plain(weight, num, 2) and is_plain(bias, num, 1)):
+        return False
+    cols = cnp.PyArray_DIM(<cnp.ndarray> weight, 1)
+    if cnp.PyArray_DIM(<cnp.ndarray> x, 2) != cnp.PyArray_DIM(<cnp.ndarray> weight, 0):
+        return False
+    if cnp.PyArray_DIM(<cnp.ndarray> bias, 0) != cols or not cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray> bias):
+        return False
+    fill_linear(linear, x, weight, bias)
+    return True
+
+
+cdef bint plain_layer(mha_layer *layer, object module, object queries, object keys, object values) except *:
+    """Describe a call of a layer with plain arrays that fit; False where the validator has to look."""
+    cdef int num
+    cdef int64_t batch
+    num_hiddens, num_heads, num_kv_heads = module.num_hiddens, module.num_heads, module.num_kv_heads
+    if not (type(num_hiddens) is int and type(num_heads) is int and type(num_kv_heads) is int):
+        return False
+    if not (0 < num_kv_heads <= num_heads <= num_hiddens < 1 << 30) or num_hiddens % num_heads or num_heads % num_kv_heads:
+        return False
+    if not cnp.PyArray_CheckExact(queries):
+        return False
+    num = cnp.PyArray_TYPE(<cnp.ndarray> queries)
+    if num != cnp.NPY_FLOAT32 and num != cnp.NPY_FLOAT64:
+        return False
+    if not (
+        plain_linear(&layer.query, queries, module.W_q, module.b_q, num)
+        and plain_linear(&layer.key, keys, module.W_k, module.b_k, num)
+        and plain_linear(&layer.value, values, module.W_v, module.b_v, num)
+        and is_plain(module.W_o, num, 2)
+        and is_plain(module.b_o, num, 1)
+        and cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray> module.b_o)
+    ):
+        return False
+    fill_linear(&layer.output, queries, module.W_o, module.b_o)
+    batch = cnp.PyArray_DIM(<cnp.ndarray> queries, 0)
+    if batch != cnp.PyArray_DIM(<cnp.ndarray> keys, 0) or batch != cnp.PyArray_DIM(<cnp.ndarray> values, 0):
+        return False
+    if layer.key.len != layer.value.len or layer.query.cols != num_hiddens:
+        return False
+    if layer.output.depth != num_hiddens or layer.output.cols != num_hiddens:
+        return False
+    if cnp.PyArray_DIM(<cnp.ndarray> module.b_o, 0) != num_hiddens:
+        return False
+    if layer.key.cols != num_hiddens // num_heads * num_kv_heads or layer.value.cols != layer.key.cols:
+        return False
+    fill_layer_sizes(layer, num, num_heads, num_kv_heads)
+    layer.attention.lead_shape[0] = batch
+    return True
+
+
+def layer_forward(module, queries, keys, values, valid_lens, attn_mask, is_causal, need_weights, out):
+    """The result of a layer, as (result, weights) if need_weights is true."""
+    cdef mha_layer layer
+    cdef mha_params *p = &layer.attention
+    cdef cnp.npy_intp shape[3]
+    cdef cnp.ndarray result
+    if (
+        out is None
+        and need_weights is False
+        and (is_causal is False or is_causal is True)
+        and plain_layer(&layer, module, queries, keys, values)
+        and (is_causal is False or p.q_len >= p.kv_len)
+        and (attn_mask is None or plain_mask(&p.mask, attn_mask, cnp.PyArray_TYPE(<cnp.ndarray> queries), p))
+        and (valid_lens is None or plain_lengths(&p.lengths, valid_lens, p))
+    ):
+        p.causal = is_causal is True
+        shape[0], shape[1], shape[2] = p.lead_shape[0], p.q_len, layer.output.cols
+        result = cnp.PyArray_EMPTY(3, shape, cnp.PyArray_TYPE(<cnp.ndarray> queries), 0)
+        fill(&layer.out, result, 1, -1, 1, 2)
+        run_layer(&layer)
+        return result
+    call = _validate.layer_call(module, queries, keys, values, valid_lens, attn_mask, need_weights, out)
+    return attend_layer(call, _validate.layer_attention(call, valid_lens, attn_mask, is_causal))
+
+
 # ---- what the build and the machine offer
 
 def levels():
@@ -407,7 +578,7 @@ def tiles(int level):
     result = {}
     for name, dtype in (("float32", MHA_F32), ("float64", MHA_F64)):
         t = mha_isa_tiles(<mha_isa> level, dtype)
-        result[name] = {"lanes": t.lanes, "panel": t.panel, "key_tile": t.key_tile, "row_tile": t.row_tile}
+        result[name] = {"lanes": t.lanes, "panel": t.panel, "key_tile": t.key_tile, "row_tile": t.row_tile, "col_tile": t.col_tile}
     return result
 
 

@@ -39,12 +39,25 @@ cdef extern from "mha.h" nogil:
         int64_t num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim
         mha_array query, key, value, mask, lengths, offset, out, lse, weights
 
+    ctypedef struct mha_linear:
+        mha_array x, weight
+        const char *bias
+        int64_t len, depth, cols
+
+    ctypedef struct mha_layer:
+        mha_params attention
+        mha_linear query, key, value, output
+        mha_array out
+
     ctypedef struct mha_tiles:
-        int lanes, panel, key_tile, row_tile
+        int lanes, panel, key_tile, row_tile, col_tile
 
     int64_t mha_workspace_bytes(const mha_params *params) noexcept
     mha_status mha_forward(const mha_params *params, void *workspace, int64_t workspace_bytes) noexcept
     double mha_estimated_ns(const mha_params *params) noexcept
+    int64_t mha_layer_workspace_bytes(const mha_layer *layer) noexcept
+    mha_status mha_layer_forward(const mha_layer *layer, void *workspace, int64_t workspace_bytes) noexcept
+    double mha_layer_estimated_ns(const mha_layer *layer) noexcept
 
     const char *mha_isa_name(mha_isa isa) noexcept
     int mha_isa_built(mha_isa isa) noexcept

@@ -774,6 +774,18 @@ def layer_call(layer, queries, keys, values, valid_lens, attn_mask, need_weights
     )
 
 
+def layer_attention(call, valid_lens, attn_mask, is_causal):
+    """Check the masks of a layer's call, and return its attention as a `Call` of arrays without memory of their own."""
+    batch, q_len, _ = call.shape
+    query, key = (
+        np.broadcast_to(np.zeros((), call.dtype), (batch, length, heads, call.depth))
+        for length, heads in ((q_len, call.num_heads), (call.keys.shape[1], call.num_kv_heads))
+    )
+    return attention_call(
+        query, key, key, attn_mask, 0.0, is_causal, None, True, valid_lens, None, "blhd", False, False, None, None
+    )
+
+
 def ffn_call(layer, X):
     """Check a call of `PositionWiseFFN.forward`."""
     array = as_array(X, "X")

@@ -1,8 +1,8 @@
-"""The classes on the fast path: the reference's weights and rules, the core's attention, NumPy's BLAS for the projections."""
+"""The classes on the fast path: weights and rules are the reference's, the work is the core's (the layer) and NumPy's (the FFN)."""
 
 import numpy as np
 
-from mha_fast import _validate, reference
+from mha_fast import _core, _validate, reference
 from mha_fast._core import scaled_dot_product_attention
 
 __all__ = ["MultiHeadAttention", "PositionWiseFFN", "scaled_dot_product_attention"]
@@ -36,26 +36,12 @@ class MultiHeadAttention(reference.MultiHeadAttention):
         need_weights=False,
         out=None,
     ):
-        call = _validate.layer_call(self, queries, keys, values, valid_lens, attn_mask, need_weights, out)
-        # Heads stay where the projections leave them: (batch, length, heads, depth).
-        attended = scaled_dot_product_attention(
-            _heads(_affine(call.queries, call.W_q, call.b_q), call.depth),
-            _heads(_affine(call.keys, call.W_k, call.b_k), call.depth),
-            _heads(_affine(call.values, call.W_v, call.b_v), call.depth),
-            attn_mask,
-            is_causal=is_causal,
-            enable_gqa=True,
-            valid_lens=valid_lens,
-            layout="blhd",
-            return_weights=call.need_weights,
+        result = _core.layer_forward(
+            self, queries, keys, values, valid_lens, attn_mask, is_causal, need_weights, out
         )
-        if call.need_weights:
-            attended, self.attention_weights = attended
-        result = _affine(attended.reshape(call.shape), call.W_o, call.b_o)
-        if out is None:
-            return result
-        call.out[...] = result
-        return out
+        if need_weights:
+            result, self.attention_weights = result
+        return result
 
     @_documented_as(reference.MultiHeadAttention.scaled_dot_product_attention)
     def scaled_dot_product_attention(self, Q, K, V, valid_lens=None):
@@ -80,9 +66,3 @@ def _affine(X, W, b):
         product = flat @ W.astype(b.dtype, copy=False)
         product += b
     return product.reshape(*X.shape[:-1], W.shape[1])
-
-
-def _heads(X, depth):
-    """(batch, length, heads * depth) -> (batch, length, heads, depth), a view."""
-    batch, length, width = X.shape
-    return X.reshape(batch, length, width // depth, depth)

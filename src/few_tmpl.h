@@ -45,18 +45,8 @@ MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const REAL *
                                     const REAL *RESTRICT value, int64_t value_row, int64_t count, int64_t tail,
                                     const REAL *RESTRICT alpha, int first, REAL *RESTRICT out, int64_t out_row)
 {
-    VEC acc[4][4];
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
-    for (int64_t k = 0; k < count; k++, value += value_row) {
-        VEC col[4];
-        UNROLL for (int v = 0; v < vecs - 1; v++) col[v] = V(load)(value + v * V(lanes));
-        const REAL *last = value + (vecs - 1) * V(lanes);
-        col[vecs - 1] = tail ? V(load_n)(last, tail) : V(load)(last);
-        UNROLL for (int r = 0; r < rows; r++) {
-            VEC broadcast = V(set1)(weights[r * weight_row + k]);
-            UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(fma)(broadcast, col[v], acc[r][v]);
-        }
-    }
+    VEC acc[6][4];
+    FN(product_tile)(rows, vecs, weights, weight_row, value, value_row, count, tail, acc);
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) {
         REAL *dst = out + r * out_row + v * V(lanes);
         V(store)(dst, first ? acc[r][v] : V(fma)(V(load)(dst), V(set1)(alpha[r]), acc[r][v]));

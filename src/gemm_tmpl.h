@@ -1,4 +1,4 @@
-/* The two micro-kernels of a panel: scores S^T = K Q^T and output O = P V. Each result is summed in one accumulator in the
+/* The micro-kernels: scores S^T = K Q^T and output O = P V of a panel, and the product of plain rows. Each result is summed in one accumulator in the
  * order of depth or keys, whatever the tile, so a row has the same bits in every tile.
  */
 
@@ -156,4 +156,22 @@ MHA_NOINLINE void FN(output_rows)(int64_t rows, int vecs, const REAL *weights, c
         FN(output_vecs)(2, vecs, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
     else
         FN(output_vecs)(1, vecs, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
+}
+
+/* acc[row][vec] = sum_k a[row][k] * b[k][vec] for a tile of rows x vecs vectors; tail: the columns in the last vector where it
+ * is not whole, else 0. rows, vecs: constants once inlined. */
+MHA_INLINE void FN(product_tile)(const int rows, const int vecs, const REAL *RESTRICT a, int64_t a_row,
+                                 const REAL *RESTRICT b, int64_t b_row, int64_t count, int64_t tail, VEC acc[6][4])
+{
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
+    for (int64_t k = 0; k < count; k++, b += b_row) {
+        VEC col[4];
+        UNROLL for (int v = 0; v < vecs - 1; v++) col[v] = V(load)(b + v * V(lanes));
+        const REAL *last = b + (vecs - 1) * V(lanes);
+        col[vecs - 1] = tail ? V(load_n)(last, tail) : V(load)(last);
+        UNROLL for (int r = 0; r < rows; r++) {
+            VEC broadcast = V(set1)(a[r * a_row + k]);
+            UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(fma)(broadcast, col[v], acc[r][v]);
+        }
+    }
 }

@@ -55,6 +55,16 @@ typedef struct mha_task {
     void *state; /* NULL: normalise and write the rows; else leave the state of the one split here */
 } mha_task;
 
+/* out[rows][col_begin..col_end] = x weight + bias. weight has depth rows: those of the matrix itself, or packed column tiles.
+ * out and bias are in the compute dtype; col_begin is the border of a column tile. */
+typedef struct mha_affine {
+    mha_matrix x;
+    const char *weight, *bias;
+    char *out;
+    int packed;
+    int64_t rows, depth, col_begin, col_end, weight_row, out_row;
+} mha_affine;
+
 typedef struct mha_kernels {
     mha_tiles tiles;
     int64_t (*scratch_bytes)(const mha_task *task); /* per thread, for tasks of up to max_rows rows */
@@ -64,6 +74,8 @@ typedef struct mha_kernels {
     /* Folds the states of splits [split_begin, split_end) that lie one after the other, normalises and writes the rows. */
     void (*merge)(const mha_task *task, void *states, void *scratch);
     void (*panel_weights)(const mha_task *task, void *scratch);
+    void (*affine)(const mha_affine *affine, void *scratch); /* scratch: rows * depth numbers where x is not read in place */
+    void (*pack_weight)(void *packed, const mha_matrix *weight, int64_t depth, int64_t cols, int64_t tile);
     void (*exp2)(const void *src, void *dst, int64_t count);
 } mha_kernels;
 

@@ -7,14 +7,17 @@
 #include "mask_tmpl.h"
 #include "panel_tmpl.h"
 #include "few_tmpl.h"
+#include "affine_tmpl.h"
 
 static const mha_kernels FN(kernels) = {
-    {V(lanes), V(panel), V(key_tile), V(row_tile)},
+    {V(lanes), V(panel), V(key_tile), V(row_tile), FN(affine_tile)},
     FN(scratch_bytes),
     FN(state_bytes),
     FN(attend_panels),
     FN(attend_few),
     FN(merge),
     FN(panel_weights),
+    FN(affine),
+    FN(pack_weight),
     FN(exp2),
 };

@@ -11,7 +11,7 @@
 #include <stddef.h>
 
 #include "cpu.h"
-#include "kernels.h"
+#include "driver.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -56,30 +56,6 @@ void mha_exp2(mha_isa isa, mha_dtype dtype, const void *src, void *dst, int64_t 
 
 /* ---- the plan of a call */
 
-typedef struct plan {
-    const mha_params *p;
-    const mha_kernels *kernels;
-    mha_task shared; /* the part of a task that is the same for all */
-    int64_t batches, group, rows, rows_per_task, row_tasks, splits;
-    int few;          /* the few-query kernel */
-    int split_tasks;  /* each split of the keys is a task */
-    int threads;
-    int64_t tasks;    /* of the first phase */
-    /* the workspace: */
-    int64_t *order;   /* batch entries, most work first; NULL in their own order */
-    char *states, *scratch;
-    int64_t state_bytes, scratch_bytes, thread_bytes, order_bytes, bytes;
-} plan;
-
-static int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t align_up(int64_t n) { return divide_up(n, 64) * 64; }
-static int64_t item_bytes(mha_dtype dtype) { return dtype == MHA_BOOL ? 1 : dtype == MHA_F32 ? 4 : 8; }
-
-/* a * b for sizes, INT64_MAX where that is beyond an int64. */
-static int64_t saturating(int64_t a, int64_t b) { return b && a > INT64_MAX / b ? INT64_MAX : a * b; }
-
 double mha_estimated_ns(const mha_params *p)
 {
     double pairs = (double)p->num_heads * (double)p->q_len * (double)p->kv_len;
@@ -93,51 +69,46 @@ double mha_estimated_ns(const mha_params *p)
     return pairs * (double)(2 * (p->head_dim + p->value_dim) + 20) / (10 * lanes) + kv_bytes / 10;
 }
 
-/* Below this much work on one thread, waking others costs more than it gains. */
-static const double inline_ns = 10e3;
-
-static int64_t layout(plan *plan)
+static int64_t layout(mha_plan *plan)
 {
     const mha_params *p = plan->p;
-    int64_t states = plan->split_tasks ? saturating(plan->tasks, plan->state_bytes) : 0;
-    plan->thread_bytes = align_up(plan->scratch_bytes) + align_up(plan->rows_per_task * (int64_t)sizeof(mha_row));
-    int64_t scratch = saturating(plan->thread_bytes, plan->threads);
-    plan->order_bytes = p->lengths.data ? align_up(saturating(plan->batches, 2 * (int64_t)sizeof(int64_t))) : 0;
+    int64_t states = plan->split_tasks ? mha_saturating(plan->tasks, plan->state_bytes) : 0;
+    plan->thread_bytes = mha_align_up(plan->scratch_bytes) + mha_align_up(plan->rows_per_task * (int64_t)sizeof(mha_row));
+    int64_t scratch = mha_saturating(plan->thread_bytes, plan->threads);
+    plan->order_bytes = p->lengths.data ? mha_align_up(mha_saturating(plan->batches, 2 * (int64_t)sizeof(int64_t))) : 0;
     if (states > INT64_MAX / 8 || scratch > INT64_MAX / 8 || plan->order_bytes > INT64_MAX / 8) return -1;
     return plan->order_bytes + states + scratch + 64;
 }
 
-/* Shapes to tasks, threads and bytes; the same from the same parameters, so size and use of the workspace agree. */
-static mha_status make_plan(plan *plan, const mha_params *p)
+mha_status mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
 {
     if (!mha_isa_built(p->isa)) return MHA_ERR_ISA;
     if (p->dtype != MHA_F32 && p->dtype != MHA_F64) return MHA_ERR_DTYPE;
     if (p->num_heads < 0 || p->num_kv_heads < 0 || (p->num_kv_heads == 0 && p->num_heads > 0)) return MHA_ERR_SHAPE;
     if (p->q_len < 0 || p->kv_len < 0 || p->head_dim < 0 || p->value_dim < 0) return MHA_ERR_SHAPE;
-    if (p->num_threads < 1 || p->lead_ndim < 0 || p->lead_ndim > MHA_MAX_LEAD) return MHA_ERR_SHAPE;
+    if (threads < 1 || p->lead_ndim < 0 || p->lead_ndim > MHA_MAX_LEAD) return MHA_ERR_SHAPE;
     plan->p = p;
     plan->kernels = levels[p->isa].kernels[p->dtype];
     plan->batches = 1;
-    for (int64_t d = 0; d < p->lead_ndim; d++) plan->batches = saturating(plan->batches, p->lead_shape[d]);
+    for (int64_t d = 0; d < p->lead_ndim; d++) plan->batches = mha_saturating(plan->batches, p->lead_shape[d]);
     plan->group = p->num_kv_heads ? p->num_heads / p->num_kv_heads : 0;
-    plan->rows = saturating(p->q_len, plan->group);
+    plan->rows = mha_saturating(p->q_len, plan->group);
     plan->few = plan->rows <= MHA_FEW_ROWS;
     mha_tiles tiles = plan->kernels->tiles;
     /* Rows at least 2 KiB apart of many keys meet in the same cache sets and in few pages of the TLB. */
-    int far = (p->key.row * item_bytes(p->key.dtype) >= 2048 || p->value.row * item_bytes(p->value.dtype) >= 2048) &&
+    int far = (p->key.row * mha_item_bytes(p->key.dtype) >= 2048 || p->value.row * mha_item_bytes(p->value.dtype) >= 2048) &&
               p->kv_len >= 4 * MHA_KEY_SPLIT && !plan->few;
     int packs = far || p->key.dtype != p->dtype || p->value.dtype != p->dtype || p->key.col != 1 || p->value.col != 1 ||
                 p->value_dim % tiles.lanes;
-    int64_t panels = plan->few ? 1 : divide_up(plan->rows, tiles.panel);
-    int64_t together = packs && !plan->few ? min64(panels, MHA_PANELS_PER_PACK) : 1;
-    plan->rows_per_task = plan->few ? max64(plan->rows, 1) : min64(max64(plan->rows, 1), together * tiles.panel);
-    plan->row_tasks = divide_up(plan->rows, plan->rows_per_task);
-    plan->splits = max64(divide_up(p->kv_len, MHA_KEY_SPLIT), 1);
-    plan->threads = mha_estimated_ns(p) < inline_ns ? 1 : p->num_threads;
-    plan->tasks = saturating(saturating(plan->batches, p->num_kv_heads), plan->row_tasks);
+    int64_t panels = plan->few ? 1 : mha_divide_up(plan->rows, tiles.panel);
+    int64_t together = packs && !plan->few ? mha_min(panels, MHA_PANELS_PER_PACK) : 1;
+    plan->rows_per_task = plan->few ? mha_max(plan->rows, 1) : mha_min(mha_max(plan->rows, 1), together * tiles.panel);
+    plan->row_tasks = mha_divide_up(plan->rows, plan->rows_per_task);
+    plan->splits = mha_max(mha_divide_up(p->kv_len, MHA_KEY_SPLIT), 1);
+    plan->threads = threads;
+    plan->tasks = mha_saturating(mha_saturating(plan->batches, p->num_kv_heads), plan->row_tasks);
     plan->split_tasks = plan->threads > 1 && plan->splits > 1 && plan->tasks < 4 * (int64_t)plan->threads;
     if (plan->split_tasks) plan->tasks *= plan->splits;
-    plan->threads = (int)max64(min64(plan->threads, plan->tasks), 1);
     plan->shared = (mha_task){
         .scale = p->scale, .kv_len = p->kv_len, .head_dim = p->head_dim, .value_dim = p->value_dim,
         .max_rows = plan->rows_per_task, .query_dtype = p->query.dtype, .mask_dtype = p->mask.dtype,
@@ -149,12 +120,6 @@ static mha_status make_plan(plan *plan, const mha_params *p)
     plan->scratch_bytes = plan->kernels->scratch_bytes(&plan->shared);
     plan->bytes = layout(plan);
     return MHA_OK;
-}
-
-int64_t mha_workspace_bytes(const mha_params *params)
-{
-    plan plan;
-    return make_plan(&plan, params) == MHA_OK ? plan.bytes : -1;
 }
 
 /* ---- a task's rows */
@@ -170,18 +135,18 @@ static int64_t lead_offset(const mha_params *p, const mha_array *a, int64_t b)
     return offset;
 }
 
-static char *at(const mha_array *a, int64_t offset) { return a->data + offset * item_bytes(a->dtype); }
+static char *at(const mha_array *a, int64_t offset) { return a->data + offset * mha_item_bytes(a->dtype); }
 
 /* The number of keys that query i may see, masks aside. length, offset: of the batch entry. */
 static int64_t visible_keys(const mha_params *p, const int64_t *length, const int64_t *offset, int64_t i)
 {
-    int64_t visible = length ? min64(max64(length[i * p->lengths.row], 0), p->kv_len) : p->kv_len;
-    return p->causal ? max64(min64(visible, i + *offset + 1), 0) : visible;
+    int64_t visible = length ? mha_min(mha_max(length[i * p->lengths.row], 0), p->kv_len) : p->kv_len;
+    return p->causal ? mha_max(mha_min(visible, i + *offset + 1), 0) : visible;
 }
 
 /* Rows first.. of key/value head kv_head: the queries of its group next to each other, so that a panel's positions, and with
  * them the keys that it sees, are close together. */
-static void fill_rows(const plan *plan, mha_task *task, mha_row *rows, int64_t batch, int64_t kv_head, int64_t first)
+static void fill_rows(const mha_plan *plan, mha_task *task, mha_row *rows, int64_t batch, int64_t kv_head, int64_t first)
 {
     const mha_params *p = plan->p;
     const mha_array *arrays[] = {&p->query, &p->mask, &p->out, &p->lse, &p->weights};
@@ -190,7 +155,7 @@ static void fill_rows(const plan *plan, mha_task *task, mha_row *rows, int64_t b
     const int64_t *length = p->lengths.data ? (const int64_t *)at(&p->lengths, lead_offset(p, &p->lengths, batch)) : NULL;
     const int64_t *offset = p->causal ? (const int64_t *)at(&p->offset, lead_offset(p, &p->offset, batch)) : NULL;
     task->rows = rows;
-    task->num_rows = min64(plan->rows - first, plan->rows_per_task);
+    task->num_rows = mha_min(plan->rows - first, plan->rows_per_task);
     task->visible = 0;
     int64_t i = first / plan->group, member = first % plan->group;
     for (int64_t r = 0; r < task->num_rows; r++) {
@@ -199,7 +164,7 @@ static void fill_rows(const plan *plan, mha_task *task, mha_row *rows, int64_t b
             lies[n] = arrays[n]->data ? at(arrays[n], base[n] + (kv_head * plan->group + member) * arrays[n]->head +
                                                           i * arrays[n]->row) : NULL;
         rows[r] = (mha_row){lies[0], lies[1], lies[2], lies[3], lies[4], visible_keys(p, length, offset, i)};
-        task->visible = max64(task->visible, rows[r].visible);
+        task->visible = mha_max(task->visible, rows[r].visible);
         if (++member == plan->group) {
             member = 0;
             i++;
@@ -214,7 +179,7 @@ typedef struct place {
 
 /* Task t of (batch entries by work, kv heads, row groups from the last to the first): the last rows see most keys, and
  * tasks of one head follow each other while its keys and values are in the cache. */
-static place locate(const plan *plan, int64_t t)
+static place locate(const mha_plan *plan, int64_t t)
 {
     int64_t head = t / plan->row_tasks, batch = head / plan->p->num_kv_heads;
     return (place){plan->order ? plan->order[batch] : batch, head % plan->p->num_kv_heads,
@@ -226,7 +191,7 @@ static char *head_rows(const mha_params *p, const mha_array *a, place place)
     return at(a, lead_offset(p, a, place.batch) + place.head * a->head);
 }
 
-static mha_task open_task(const plan *plan, mha_row *rows, int64_t t)
+static mha_task open_task(const mha_plan *plan, mha_row *rows, int64_t t)
 {
     const mha_params *p = plan->p;
     mha_task task = plan->shared;
@@ -234,19 +199,19 @@ static mha_task open_task(const plan *plan, mha_row *rows, int64_t t)
     task.key.data = head_rows(p, &p->key, place);
     task.value.data = head_rows(p, &p->value, place);
     fill_rows(plan, &task, rows, place.batch, place.head, place.first_row);
-    task.split_end = divide_up(task.visible, MHA_KEY_SPLIT);
+    task.split_end = mha_divide_up(task.visible, MHA_KEY_SPLIT);
     return task;
 }
 
 static mha_ahead ahead_rows(const mha_array *a, const char *head, int64_t first, int64_t last, int64_t cols)
 {
-    int64_t bytes = item_bytes(a->dtype);
+    int64_t bytes = mha_item_bytes(a->dtype);
     return (mha_ahead){head + first * a->row * bytes, a->row * bytes, last - first, cols * bytes};
 }
 
 /* What task t asks for beside its own work: its share of the next head's keys and values, and the rows of the task that this
  * thread probably takes next. */
-static void look_ahead(const plan *plan, mha_task *task, int64_t t)
+static void look_ahead(const mha_plan *plan, mha_task *task, int64_t t)
 {
     const mha_params *p = plan->p;
     int64_t share = t % plan->row_tasks, next_head = t + plan->row_tasks, next = t + plan->threads;
@@ -258,30 +223,32 @@ static void look_ahead(const plan *plan, mha_task *task, int64_t t)
     }
     if (next < plan->tasks && plan->group == 1) {
         place place = locate(plan, next);
-        int64_t last = min64(place.first_row + plan->rows_per_task, plan->rows);
+        int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows);
         task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, place), place.first_row, last, p->head_dim);
         if (p->mask.data)
             task->ahead[4] = ahead_rows(&p->mask, head_rows(p, &p->mask, place), place.first_row, last,
-                                        min64(p->kv_len, MHA_KEY_BLOCK));
+                                        mha_min(p->kv_len, MHA_KEY_BLOCK));
         task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, place), place.first_row, last, p->value_dim);
     }
 }
 
 /* ---- phases: attend, merge the states of splits, weights */
 
-typedef enum { ATTEND, MERGE, WEIGHTS, PHASES } phase;
+enum { ATTEND, MERGE, WEIGHTS };
 
-static int64_t phase_tasks(const plan *plan, phase phase)
+int64_t mha_attention_tasks(const void *of, int phase)
 {
+    const mha_plan *plan = of;
     int64_t row_tasks = plan->split_tasks ? plan->tasks / plan->splits : plan->tasks;
     if (phase == ATTEND) return plan->tasks;
     return (phase == MERGE ? plan->split_tasks : plan->p->weights.data != NULL) ? row_tasks : 0;
 }
 
-static void run_task(const plan *plan, phase phase, int64_t t, int thread)
+void mha_attention_task(const void *of, int phase, int64_t t, int thread)
 {
+    const mha_plan *plan = of;
     char *scratch = plan->scratch + thread * plan->thread_bytes;
-    mha_row *rows = (mha_row *)(scratch + align_up(plan->scratch_bytes));
+    mha_row *rows = (mha_row *)(scratch + mha_align_up(plan->scratch_bytes));
     int splitting = phase == ATTEND && plan->split_tasks;
     mha_task task = open_task(plan, rows, splitting ? t / plan->splits : t);
     if (phase == WEIGHTS) {
@@ -302,24 +269,24 @@ static void run_task(const plan *plan, phase phase, int64_t t, int thread)
 }
 
 /* The one place with OpenMP: one region a call, a barrier between phases, tasks in their order to whoever is free. */
-static void run(const plan *plan)
+void mha_run(const mha_job *job)
 {
-    if (plan->threads == 1) {
+    if (job->threads == 1) {
         uint64_t saved = mha_fp_enter();
-        for (phase phase = ATTEND; phase < PHASES; phase++)
-            for (int64_t t = 0; t < phase_tasks(plan, phase); t++) run_task(plan, phase, t, 0);
+        for (int phase = 0; phase < job->phases; phase++)
+            for (int64_t t = 0, tasks = job->tasks(job->plan, phase); t < tasks; t++) job->run(job->plan, phase, t, 0);
         mha_fp_leave(saved);
         return;
     }
 #ifdef _OPENMP
-#pragma omp parallel num_threads(plan->threads)
+#pragma omp parallel num_threads(job->threads)
     {
         uint64_t saved = mha_fp_enter();
-        for (int phase = ATTEND; phase < PHASES; phase++) {
-            int64_t tasks = phase_tasks(plan, phase);
+        for (int phase = 0; phase < job->phases; phase++) {
+            int64_t tasks = job->tasks(job->plan, phase);
             if (!tasks) continue;
 #pragma omp for schedule(dynamic, 1)
-            for (int64_t t = 0; t < tasks; t++) run_task(plan, phase, t, omp_get_thread_num());
+            for (int64_t t = 0; t < tasks; t++) job->run(job->plan, phase, t, omp_get_thread_num());
         }
         mha_fp_leave(saved);
     }
@@ -327,14 +294,15 @@ static void run(const plan *plan)
 }
 
 /* Batch entries by the sum of their lengths, largest first, ties in order (Shell sort: nothing is allocated). */
-static void sort_batches(const plan *plan, int64_t *order, int64_t *work)
+static void sort_batches(const mha_plan *plan, int64_t *order, int64_t *work)
 {
     const mha_params *p = plan->p;
     for (int64_t b = 0; b < plan->batches; b++) {
         const int64_t *length = (const int64_t *)at(&p->lengths, lead_offset(p, &p->lengths, b));
         order[b] = b;
         work[b] = 0;
-        for (int64_t i = 0; i < (p->lengths.row ? p->q_len : 1); i++) work[b] += length[i * p->lengths.row];
+        for (int64_t i = 0; i < (p->lengths.row ? p->q_len : 1); i++)
+            work[b] += mha_max(mha_min(length[i * p->lengths.row], p->kv_len), 0);
     }
     int64_t gap = 1;
     while (gap < plan->batches / 3) gap = 3 * gap + 1;
@@ -350,22 +318,41 @@ static void sort_batches(const plan *plan, int64_t *order, int64_t *work)
         }
 }
 
+void mha_place_plan(mha_plan *plan, char *memory)
+{
+    plan->order = NULL;
+    plan->states = memory + plan->order_bytes;
+    plan->scratch = plan->states + (plan->split_tasks ? plan->tasks * plan->state_bytes : 0);
+    if (!plan->p->lengths.data || plan->threads == 1 || !plan->tasks) return;
+    plan->order = (int64_t *)memory;
+    sort_batches(plan, plan->order, plan->order + plan->batches);
+}
+
+/* ---- one call of attention */
+
+static mha_status plan_call(mha_plan *plan, const mha_params *p)
+{
+    mha_status status = mha_make_plan(plan, p, p->num_threads);
+    if (status != MHA_OK) return status;
+    int threads = mha_estimated_ns(p) < MHA_INLINE_NS ? 1 : (int)mha_max(mha_min(p->num_threads, plan->tasks), 1);
+    return threads == p->num_threads ? MHA_OK : mha_make_plan(plan, p, threads);
+}
+
+int64_t mha_workspace_bytes(const mha_params *params)
+{
+    mha_plan plan;
+    return plan_call(&plan, params) == MHA_OK ? plan.bytes : -1;
+}
+
 mha_status mha_forward(const mha_params *params, void *workspace, int64_t workspace_bytes)
 {
-    plan plan;
-    mha_status status = make_plan(&plan, params);
+    mha_plan plan;
+    mha_status status = plan_call(&plan, params);
     if (status != MHA_OK) return status;
     if (!plan.tasks) return MHA_OK;
     if (!workspace || plan.bytes < 0 || workspace_bytes < plan.bytes) return MHA_ERR_WORKSPACE;
-    char *memory = (char *)workspace + (64 - (uintptr_t)workspace % 64) % 64;
-    plan.order = NULL;
-    plan.states = memory + plan.order_bytes;
-    plan.scratch = plan.states + (plan.split_tasks ? plan.tasks * plan.state_bytes : 0);
-    if (params->lengths.data && plan.threads > 1 && params->q_len) {
-        plan.order = (int64_t *)memory;
-        sort_batches(&plan, plan.order, plan.order + plan.batches);
-    }
-    run(&plan);
+    mha_place_plan(&plan, (char *)workspace + (64 - (uintptr_t)workspace % 64) % 64);
+    mha_run(&(mha_job){&plan, plan.threads, MHA_ATTENTION_PHASES, mha_attention_tasks, mha_attention_task});
     return MHA_OK;
 }
 

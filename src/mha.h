@@ -43,8 +43,25 @@ typedef struct mha_params {
     mha_array out, lse, weights; /* (*lead, heads, q_len, value_dim | none | kv_len) */
 } mha_params;
 
+/* One linear map of a layer: (batch, len, depth) x times (depth, cols) weight plus bias. x, weight: MHA_F32 or MHA_F64, any
+ * strides; x has one leading dimension, the batch. bias: cols numbers of the compute dtype, one after the other. */
+typedef struct mha_linear {
+    mha_array x, weight;
+    const char *bias;
+    int64_t len, depth, cols;
+} mha_linear;
+
+/* A multi-head attention layer: projections, attention, output projection in one call. attention.query, .key, .value and .out
+ * are the core's own; the layer's heads lie next to each other in the columns of its maps. output.x is not read; out is
+ * (batch, len, cols) with column stride 1. */
+typedef struct mha_layer {
+    mha_params attention;
+    mha_linear query, key, value, output;
+    mha_array out;
+} mha_layer;
+
 typedef struct mha_tiles {
-    int lanes, panel, key_tile, row_tile; /* numbers of queries, queries, keys, queries */
+    int lanes, panel, key_tile, row_tile, col_tile; /* numbers of queries, queries, keys, queries, columns */
 } mha_tiles;
 
 /* Bytes that mha_forward needs for these parameters; -1 where that is beyond what can be addressed. */
@@ -52,6 +69,11 @@ int64_t mha_workspace_bytes(const mha_params *params);
 mha_status mha_forward(const mha_params *params, void *workspace, int64_t workspace_bytes);
 /* A coarse estimate of the nanoseconds that the call takes on one thread. */
 double mha_estimated_ns(const mha_params *params);
+
+/* The same for a layer. */
+int64_t mha_layer_workspace_bytes(const mha_layer *layer);
+mha_status mha_layer_forward(const mha_layer *layer, void *workspace, int64_t workspace_bytes);
+double mha_layer_estimated_ns(const mha_layer *layer);
 
 const char *mha_isa_name(mha_isa isa);
 int mha_isa_built(mha_isa isa);

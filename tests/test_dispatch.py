@@ -125,7 +125,7 @@ def test_show_config(isa):
     assert config["key_split"] % config["key_block"] == 0
     assert set(config["tiles"]) == {"float32", "float64"}
     for tiles in config["tiles"].values():
-        assert set(tiles) == {"lanes", "panel", "key_tile", "row_tile"}
+        assert set(tiles) == {"lanes", "panel", "key_tile", "row_tile", "col_tile"}
         assert all(type(n) is int and n > 0 for n in tiles.values())
         assert tiles["panel"] % tiles["lanes"] == 0
 

@@ -1,6 +1,7 @@
 """Fork after use: child and parent both go on, in parallel. Each scenario has a process and a time limit of its own."""
 
 import os
+import signal
 import subprocess
 import sys
 from textwrap import dedent
@@ -169,15 +170,17 @@ SCENARIOS = {
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_fork(scenario):
     path = os.path.dirname(os.path.dirname(os.path.abspath(mha_fast.__file__)))
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGIN + dedent(SCENARIOS[scenario])],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", BEGIN + dedent(SCENARIOS[scenario])],
-            env=os.environ | {"PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=60,
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired as error:
-        pytest.fail(f"hangs; stderr so far: {error.stderr}")
-    assert done.returncode == 0, done.stderr
+        text = process.communicate(timeout=60)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the children too
+        pytest.fail(f"hangs; so far it said: {process.communicate()[0]}")
+    assert process.returncode == 0, text

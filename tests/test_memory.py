@@ -270,7 +270,7 @@ def test_broadcast_inputs_are_not_copied(attend):
 @pytest.fixture(scope="module")
 def sparse(tmp_path_factory):
     """2^31 float32 elements and some more, in a file that is nearly all hole."""
-    path, elements = tmp_path_factory.mktemp("sparse") / "hole", 2**31 + 2**16
+    path, elements = tmp_path_factory.mktemp("sparse") / "hole", 2**31 + 2**18
     try:
         with open(path, "wb") as file:
             file.truncate(4 * elements)
@@ -283,27 +283,35 @@ def sparse(tmp_path_factory):
     path.unlink()
 
 
+# (heads, kv heads, queries, keys): a stride beyond 2^31 where an axis has two entries, else a product of that size; and
+# both kernels.
+FAR = [(3, 3, 3, 9), (3, 3, 12, 9), (2, 2, 2, 2), (12, 2, 2, 2)]
+
+
 @pytest.mark.skipif(sys.maxsize < 2**40, reason="addresses have 32 bits")
 @pytest.mark.parametrize("which", ["query", "key", "value", "attn_mask", "out"])
-@pytest.mark.parametrize("axis", [1, 2])
+@pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("queries", [3, 12])
-def test_strides_that_32_bits_do_not_hold(isa, attend, rng, sparse, which, axis, sign, queries):
-    """Heads, or rows, so far apart that the last lies beyond 2^31 elements."""
-    query, key, value = qkv(rng, 1, 3, queries, 9, 5, dtype="float32")
-    arrays = {"query": query, "key": key, "value": value, "attn_mask": draw(rng, 1, 3, queries, 9, dtype="float32")}
-    want = attend(**arrays)
+@pytest.mark.parametrize("sizes", FAR, ids=str)
+def test_strides_that_32_bits_do_not_hold(isa, attend, rng, sparse, which, axis, sign, sizes):
+    """Entries, heads or rows so far apart that the last lies beyond 2^31 elements."""
+    heads, kv_heads, queries, keys = sizes
+    query, key, value = qkv(rng, 2, heads, queries, keys, 5, kv_heads, dtype="float32")
+    arrays = {"query": query, "key": key, "value": value}
+    arrays["attn_mask"] = draw(rng, 2, heads, queries, keys, dtype="float32")
+    want = attend(**arrays, enable_gqa=True)
     array = want if which == "out" else arrays[which]
-    step = 2**31 // (array.shape[axis] - 1) + 16
+    step = 2**31 // (array.shape[axis] - 1) + 16 * array.size
     assert step * (array.shape[axis] - 1) + array.size < sparse.size
     strides = list(array.strides)
     strides[axis] = 4 * step
     far = np.lib.stride_tricks.as_strided(sparse, array.shape, strides)
     if sign < 0:
-        far = far[:, :, ::-1] if axis == 2 else far[:, ::-1]
+        far = np.flip(far, axis)
     if which == "out":
-        attend(**arrays, out=far)
+        attend(**arrays, enable_gqa=True, out=far)
+        got = far
     else:
         far[...] = array
-    got = far if which == "out" else attend(**arrays | {which: far})
+        got = attend(**arrays | {which: far}, enable_gqa=True)
     assert np.array_equal(got, want)

@@ -1,0 +1,54 @@
+/* What the driver of attention offers to that of a layer: plans, phases of tasks, and the one parallel region. Internal. */
+#ifndef MHA_DRIVER_H
+#define MHA_DRIVER_H
+
+#include "kernels.h"
+
+/* Phases of tasks, a barrier between them. run is called for each task by the thread of that number. */
+typedef struct mha_job {
+    const void *plan;
+    int threads, phases;
+    int64_t (*tasks)(const void *plan, int phase);
+    void (*run)(const void *plan, int phase, int64_t task, int thread);
+} mha_job;
+
+void mha_run(const mha_job *job);
+
+/* One call of attention, cut into tasks. */
+typedef struct mha_plan {
+    const mha_params *p;
+    const mha_kernels *kernels;
+    mha_task shared; /* the part of a task that is the same for all */
+    int64_t batches, group, rows, rows_per_task, row_tasks, splits;
+    int few;         /* the few-query kernel */
+    int split_tasks; /* each split of the keys is a task */
+    int threads;
+    int64_t tasks;   /* of the first phase */
+    /* the workspace: */
+    int64_t *order;  /* batch entries, most work first; NULL in their own order */
+    char *states, *scratch;
+    int64_t state_bytes, scratch_bytes, thread_bytes, order_bytes, bytes;
+} mha_plan;
+
+/* The plan for this many threads; the same from the same arguments, so size and use of the workspace agree. bytes is -1 where
+ * it is beyond what can be addressed. */
+mha_status mha_make_plan(mha_plan *plan, const mha_params *params, int threads);
+/* Lays the plan over memory, aligned to a cache line. */
+void mha_place_plan(mha_plan *plan, char *memory);
+
+enum { MHA_ATTENTION_PHASES = 3 };
+int64_t mha_attention_tasks(const void *plan, int phase);
+void mha_attention_task(const void *plan, int phase, int64_t task, int thread);
+
+/* Below this much work on one thread, waking others costs more than it gains. */
+#define MHA_INLINE_NS 10e3
+
+static inline int64_t mha_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t mha_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t mha_divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t mha_align_up(int64_t n) { return mha_divide_up(n, 64) * 64; }
+static inline int64_t mha_item_bytes(mha_dtype dtype) { return dtype == MHA_BOOL ? 1 : dtype == MHA_F32 ? 4 : 8; }
+/* a * b for sizes, INT64_MAX where that is beyond an int64. */
+static inline int64_t mha_saturating(int64_t a, int64_t b) { return b && a > INT64_MAX / b ? INT64_MAX : a * b; }
+
+#endif
