@@ -4,7 +4,6 @@ import numpy as np
 
 cimport numpy as cnp
 from cpython.dict cimport PyDict_GetItem
-from cpython.mem cimport PyMem_RawFree, PyMem_RawMalloc
 from libc.math cimport sqrt
 from libc.stdint cimport int64_t
 
@@ -133,39 +132,37 @@ cdef void fill_sizes(mha_params *p, cnp.ndarray query, cnp.ndarray key, cnp.ndar
 
 # ---- the call
 
-cdef void *workspace_of(int64_t size) except NULL:
+cdef cnp.ndarray workspace_of(cnp.npy_intp size):
+    """Memory for one call; an ndarray, since NumPy asks for huge pages where an array is large."""
     if size < 0:
         raise MemoryError("the workspace would be larger than the address space")
-    cdef void *workspace = PyMem_RawMalloc(<size_t> size)
-    if workspace == NULL:
-        raise MemoryError(f"no memory for a workspace of {size} bytes")
-    return workspace
+    return cnp.PyArray_EMPTY(1, &size, cnp.NPY_UINT8, 0)
 
 
 cdef int run(mha_params *p) except -1:
     """Call the core with a workspace of its own."""
-    cdef int64_t size = mha_workspace_bytes(p)
-    cdef void *workspace = workspace_of(size)
+    cdef cnp.ndarray memory = workspace_of(mha_workspace_bytes(p))
+    cdef void *workspace = cnp.PyArray_DATA(memory)
+    cdef int64_t size = cnp.PyArray_SIZE(memory)
     cdef mha_status status
     if mha_estimated_ns(p) > RELEASE_GIL_NS:
         with nogil:
             status = mha_forward(p, workspace, size)
     else:
         status = mha_forward(p, workspace, size)
-    PyMem_RawFree(workspace)
     return check(status)
 
 
 cdef int run_layer(mha_layer *layer) except -1:
-    cdef int64_t size = mha_layer_workspace_bytes(layer)
-    cdef void *workspace = workspace_of(size)
+    cdef cnp.ndarray memory = workspace_of(mha_layer_workspace_bytes(layer))
+    cdef void *workspace = cnp.PyArray_DATA(memory)
+    cdef int64_t size = cnp.PyArray_SIZE(memory)
     cdef mha_status status
     if mha_layer_estimated_ns(layer) > RELEASE_GIL_NS:
         with nogil:
             status = mha_layer_forward(layer, workspace, size)
     else:
         status = mha_layer_forward(layer, workspace, size)
-    PyMem_RawFree(workspace)
     return check(status)
 
 

@@ -3,7 +3,7 @@
  * summed in an order that depends on neither the number of rows nor the tile.
  */
 
-/* scores[row][key] of a tile of rows x keys (1 or 4; 4 are written). rows, keys: constants once inlined. */
+/* scores[row][key] of a tile of rows x keys (1 to 4; 4 are written). rows, keys: constants once inlined. */
 MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const REAL *RESTRICT query, int64_t query_row,
                              const REAL *RESTRICT key, int64_t key_row, int64_t head_dim, REAL *RESTRICT scores,
                              int64_t score_row)
@@ -35,8 +35,10 @@ MHA_INLINE void FN(dot_rows)(const int rows, const REAL *query, int64_t query_ro
     int64_t k = 0;
     for (; k + 4 <= count; k += 4)
         FN(dot_tile)(rows, 4, query, query_row, key + k * key_row, key_row, head_dim, scores + k, score_row);
-    for (; k < count; k++)
-        FN(dot_tile)(rows, 1, query, query_row, key + k * key_row, key_row, head_dim, scores + k, score_row);
+    const REAL *last = key + k * key_row;
+    if (count - k == 3) FN(dot_tile)(rows, 3, query, query_row, last, key_row, head_dim, scores + k, score_row);
+    if (count - k == 2) FN(dot_tile)(rows, 2, query, query_row, last, key_row, head_dim, scores + k, score_row);
+    if (count - k == 1) FN(dot_tile)(rows, 1, query, query_row, last, key_row, head_dim, scores + k, score_row);
 }
 
 /* out[row] = alpha[row] * out[row] + sum_key weights[row][key] * value[key] for rows x vecs vectors of columns; tail: the
@@ -149,7 +151,7 @@ static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) 
 static void FN(few_split)(const mha_task *task, FN(scratch) *s, int64_t split, int careful)
 {
     int64_t begin = split * MHA_KEY_SPLIT, end = FN(min)(task->visible, begin + MHA_KEY_SPLIT);
-    FN(clear)(&s->split[0]);
+    FN(clear)(&s->split[0], task->num_rows);
     for (int64_t first = begin; first < end; first += MHA_KEY_BLOCK) {
         FN(block) block = FN(open_block)(task, s, first, FN(min)(end, first + MHA_KEY_BLOCK), 0, careful);
         FN(few_block)(task, s, &block, &s->split[0], first == begin, careful);
@@ -174,7 +176,7 @@ static void FN(attend_few)(const mha_task *task, void *memory)
     uintptr_t left = (uintptr_t)task->state;
     if (task->state) s.split[0] = FN(take_state)(&left, task);
     FN(pack_few_queries)(task, &s);
-    FN(clear)(&s.total[0]);
+    FN(clear)(&s.total[0], task->num_rows);
     for (int64_t split = task->split_begin; split < task->split_end; split++) {
         FN(few_split)(task, &s, split, 0);
         if (!FN(is_finite)(&s.split[0], task->num_rows, s.out_row)) FN(few_split)(task, &s, split, 1);

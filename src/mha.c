@@ -128,6 +128,7 @@ mha_status mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
 static int64_t lead_offset(const mha_params *p, const mha_array *a, int64_t b)
 {
     int64_t offset = 0;
+    if (p->lead_ndim == 1) return b * a->lead[0]; /* the usual case, without a division */
     for (int64_t d = p->lead_ndim - 1; d >= 0; d--) {
         offset += b % p->lead_shape[d] * a->lead[d];
         b /= p->lead_shape[d];
@@ -144,26 +145,41 @@ static int64_t visible_keys(const mha_params *p, const int64_t *length, const in
     return p->causal ? mha_max(mha_min(visible, i + *offset + 1), 0) : visible;
 }
 
+/* One pointer of each row, NULL where the array is absent. */
+static void fill_pointers(const mha_plan *plan, mha_row *rows, size_t field, const mha_array *a, int64_t batch,
+                          int64_t kv_head, int64_t first, int64_t count)
+{
+    int64_t item = mha_item_bytes(a->dtype), member = first % plan->group;
+    int64_t head_step = a->head * item, row_step = a->row * item - (plan->group - 1) * head_step;
+    char *row = NULL;
+    if (a->data)
+        row = at(a, lead_offset(plan->p, a, batch) + (kv_head * plan->group + member) * a->head + first / plan->group * a->row);
+    for (int64_t r = 0; r < count; r++) {
+        *(char **)((char *)(rows + r) + field) = row;
+        if (!row) continue;
+        int last = ++member == plan->group;
+        row += last ? row_step : head_step;
+        if (last) member = 0;
+    }
+}
+
 /* Rows first.. of key/value head kv_head: the queries of its group next to each other, so that a panel's positions, and with
  * them the keys that it sees, are close together. */
 static void fill_rows(const mha_plan *plan, mha_task *task, mha_row *rows, int64_t batch, int64_t kv_head, int64_t first)
 {
     const mha_params *p = plan->p;
-    const mha_array *arrays[] = {&p->query, &p->mask, &p->out, &p->lse, &p->weights};
-    int64_t base[5];
-    for (int n = 0; n < 5; n++) base[n] = arrays[n]->data ? lead_offset(p, arrays[n], batch) : 0;
     const int64_t *length = p->lengths.data ? (const int64_t *)at(&p->lengths, lead_offset(p, &p->lengths, batch)) : NULL;
     const int64_t *offset = p->causal ? (const int64_t *)at(&p->offset, lead_offset(p, &p->offset, batch)) : NULL;
     task->rows = rows;
     task->num_rows = mha_min(plan->rows - first, plan->rows_per_task);
     task->visible = 0;
-    int64_t i = first / plan->group, member = first % plan->group;
-    for (int64_t r = 0; r < task->num_rows; r++) {
-        char *lies[5];
-        for (int n = 0; n < 5; n++)
-            lies[n] = arrays[n]->data ? at(arrays[n], base[n] + (kv_head * plan->group + member) * arrays[n]->head +
-                                                          i * arrays[n]->row) : NULL;
-        rows[r] = (mha_row){lies[0], lies[1], lies[2], lies[3], lies[4], visible_keys(p, length, offset, i)};
+    fill_pointers(plan, rows, offsetof(mha_row, query), &p->query, batch, kv_head, first, task->num_rows);
+    fill_pointers(plan, rows, offsetof(mha_row, mask), &p->mask, batch, kv_head, first, task->num_rows);
+    fill_pointers(plan, rows, offsetof(mha_row, out), &p->out, batch, kv_head, first, task->num_rows);
+    fill_pointers(plan, rows, offsetof(mha_row, lse), &p->lse, batch, kv_head, first, task->num_rows);
+    fill_pointers(plan, rows, offsetof(mha_row, weights), &p->weights, batch, kv_head, first, task->num_rows);
+    for (int64_t r = 0, i = first / plan->group, member = first % plan->group; r < task->num_rows; r++) {
+        rows[r].visible = visible_keys(p, length, offset, i);
         task->visible = mha_max(task->visible, rows[r].visible);
         if (++member == plan->group) {
             member = 0;

@@ -216,7 +216,7 @@ static void FN(panels_split)(const mha_task *task, FN(scratch) *s, const FN(pane
 {
     int64_t end = FN(min)(task->visible, (split + 1) * MHA_KEY_SPLIT);
     int started[MHA_PANELS_PER_PACK] = {0};
-    for (int p = 0; p < num_panels; p++) FN(clear)(&s->split[p]);
+    for (int p = 0; p < num_panels; p++) FN(clear)(&s->split[p], panels[p].vecs * V(lanes));
     for (int64_t first = split * MHA_KEY_SPLIT; first < end; first += MHA_KEY_BLOCK) {
         FN(block) block = FN(open_block)(task, s, first, FN(min)(end, first + MHA_KEY_BLOCK), 1, careful);
         for (int p = 0; p < num_panels; p++)
@@ -254,7 +254,7 @@ static void FN(attend_panels)(const mha_task *task, void *memory)
     uintptr_t left = (uintptr_t)task->state;
     if (task->state)
         for (int p = 0; p < num_panels; p++) s.split[p] = FN(take_state)(&left, task);
-    for (int p = 0; p < num_panels; p++) FN(clear)(&s.total[p]);
+    for (int p = 0; p < num_panels; p++) FN(clear)(&s.total[p], panels[p].vecs * V(lanes));
     for (int64_t split = task->split_begin; split < task->split_end; split++) {
         FN(panels_split)(task, &s, panels, num_panels, split, 1, 0);
         int finite = 1;

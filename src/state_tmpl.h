@@ -1,8 +1,9 @@
 /* States: folding them in the order of the keys, and writing the rows at the end. Few-query and panel kernels share this. */
 
-static void FN(clear)(FN(state) *state)
+/* rows: of the panel, whole vectors for a panel kernel. */
+static void FN(clear)(FN(state) *state, int64_t rows)
 {
-    for (int i = 0; i < V(panel); i++) {
+    for (int64_t i = 0; i < rows; i++) {
         state->row_max[i] = -INFINITY;
         state->row_sum[i] = 0;
     }
@@ -72,16 +73,16 @@ static void FN(finish)(const mha_task *task, const mha_row *rows, int64_t count,
 {
     for (int64_t r = 0; r < count; r++) {
         REAL sum = state->row_sum[r];
-        REAL lse = (REAL)(state->row_max[r] + log((double)sum));
+        REAL *lse = (REAL *)rows[r].lse;
         if (sum == 0) {
             /* A row whose visible scores are all -inf is 0/0; only a row that sees nothing is 0. */
             int undefined = FN(sees_any)(task, rows + r);
-            lse = undefined ? (REAL)NAN : (REAL)-INFINITY;
             FN(write_row)(task, (REAL *)rows[r].out, NULL, undefined ? (REAL)NAN : 0);
+            if (lse) *lse = undefined ? (REAL)NAN : (REAL)-INFINITY;
         } else {
             FN(write_row)(task, (REAL *)rows[r].out, state->out + r * out_row, 1 / sum);
+            if (lse) *lse = (REAL)(state->row_max[r] + log((double)sum));
         }
-        if (rows[r].lse) *(REAL *)rows[r].lse = lse;
     }
 }
 
@@ -90,7 +91,7 @@ static void FN(merge)(const mha_task *task, void *states, void *memory)
     FN(scratch) s;
     FN(lay_out)(&s, task, (uintptr_t)memory);
     uintptr_t at = (uintptr_t)states;
-    for (int64_t first = 0, p = 0; first < task->num_rows; first += V(panel), p++) FN(clear)(&s.total[p]);
+    for (int64_t first = 0, p = 0; first < task->num_rows; first += V(panel), p++) FN(clear)(&s.total[p], V(panel));
     for (int64_t split = task->split_begin; split < task->split_end; split++) {
         uintptr_t end = at + (uintptr_t)FN(state_bytes)(task);
         for (int64_t first = 0, p = 0; first < task->num_rows; first += V(panel), p++) {
