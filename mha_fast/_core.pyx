@@ -482,10 +482,11 @@ cdef bint plain_linear(mha_linear *linear, object x, object weight, object bias,
     return True
 
 
-cdef bint plain_layer(mha_layer *layer, object module, object queries, object keys, object values) except *:
+cdef bint plain_layer(mha_layer *layer, object module, object queries, object keys, object values, tuple weights) except *:
     """Describe a call of a layer with plain arrays that fit; False where the validator has to look."""
     cdef int num
     cdef int64_t batch
+    W_q, W_k, W_v, W_o, b_q, b_k, b_v, b_o = weights
     num_hiddens, num_heads, num_kv_heads = module.num_hiddens, module.num_heads, module.num_kv_heads
     if not (type(num_hiddens) is int and type(num_heads) is int and type(num_kv_heads) is int):
         return False
@@ -497,23 +498,22 @@ cdef bint plain_layer(mha_layer *layer, object module, object queries, object ke
     if num != cnp.NPY_FLOAT32 and num != cnp.NPY_FLOAT64:
         return False
     if not (
-        plain_linear(&layer.query, queries, module.W_q, module.b_q, num)
-        and plain_linear(&layer.key, keys, module.W_k, module.b_k, num)
-        and plain_linear(&layer.value, values, module.W_v, module.b_v, num)
-        and is_plain(module.W_o, num, 2)
-        and is_plain(module.b_o, num, 1)
-        and cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray> module.b_o)
+        plain_linear(&layer.query, queries, W_q, b_q, num)
+        and plain_linear(&layer.key, keys, W_k, b_k, num)
+        and plain_linear(&layer.value, values, W_v, b_v, num)
+        and is_plain(W_o, num, 2)
+        and is_plain(b_o, num, 1)
+        and cnp.PyArray_IS_C_CONTIGUOUS(<cnp.ndarray> b_o)
+        and cnp.PyArray_DIM(<cnp.ndarray> b_o, 0) == num_hiddens
     ):
         return False
-    fill_linear(&layer.output, queries, module.W_o, module.b_o)
+    fill_linear(&layer.output, queries, W_o, b_o)
     batch = cnp.PyArray_DIM(<cnp.ndarray> queries, 0)
     if batch != cnp.PyArray_DIM(<cnp.ndarray> keys, 0) or batch != cnp.PyArray_DIM(<cnp.ndarray> values, 0):
         return False
     if layer.key.len != layer.value.len or layer.query.cols != num_hiddens:
         return False
     if layer.output.depth != num_hiddens or layer.output.cols != num_hiddens:
-        return False
-    if cnp.PyArray_DIM(<cnp.ndarray> module.b_o, 0) != num_hiddens:
         return False
     if layer.key.cols != num_hiddens // num_heads * num_kv_heads or layer.value.cols != layer.key.cols:
         return False
@@ -528,11 +528,13 @@ def layer_forward(module, queries, keys, values, valid_lens, attn_mask, is_causa
     cdef mha_params *p = &layer.attention
     cdef cnp.npy_intp shape[3]
     cdef cnp.ndarray result
+    # Held for the whole call: an attribute may be reassigned meanwhile, or be made anew at each access.
+    weights = (module.W_q, module.W_k, module.W_v, module.W_o, module.b_q, module.b_k, module.b_v, module.b_o)
     if (
         out is None
         and need_weights is False
         and (is_causal is False or is_causal is True)
-        and plain_layer(&layer, module, queries, keys, values)
+        and plain_layer(&layer, module, queries, keys, values, weights)
         and (is_causal is False or p.q_len >= p.kv_len)
         and (attn_mask is None or plain_mask(&p.mask, attn_mask, cnp.PyArray_TYPE(<cnp.ndarray> queries), p))
         and (valid_lens is None or plain_lengths(&p.lengths, valid_lens, p))

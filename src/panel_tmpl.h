@@ -143,20 +143,28 @@ static int FN(block_scores)(const mha_task *task, FN(scratch) *s, const FN(panel
     return num_runs;
 }
 
-/* Scores of one vector of lanes become weights, those of keys that the vector does not see 0; gives their sum. */
+MHA_INLINE VEC FN(exponential)(REAL *score, VEC m)
+{
+    VEC weight = FN(exp_lanes)(V(sub)(V(load)(score), m));
+    V(store)(score, weight);
+    return weight;
+}
+
+/* Scores of one vector of lanes become weights, those of keys that the vector does not see 0; gives their sum, made of four
+ * so that it loses less: key k of the block belongs to the k % 4-th. */
 MHA_INLINE VEC FN(exponentials)(REAL *scores, const FN(run) *runs, int num_runs, int64_t visible, VEC m)
 {
-    VEC sum = V(zero)();
+    VEC sum[4] = {V(zero)(), V(zero)(), V(zero)(), V(zero)()};
     for (int n = 0; n < num_runs; n++) {
         int64_t k = runs[n].first, end = k + runs[n].count, seen = FN(min)(end, visible);
-        for (; k < seen; k++) {
-            VEC weight = FN(exp_lanes)(V(sub)(V(load)(scores + k * V(panel)), m));
-            V(store)(scores + k * V(panel), weight);
-            sum = V(add)(sum, weight);
-        }
-        for (; k < end; k++) V(store)(scores + k * V(panel), V(zero)());
+        for (; k + 4 <= seen; k += 4)
+            UNROLL for (int i = 0; i < 4; i++)
+                sum[i] = V(add)(sum[i], FN(exponential)(scores + (k + i) * V(panel), m));
+        UNROLL for (int i = 0; i < 3; i++)
+            if (k + i < seen) sum[i] = V(add)(sum[i], FN(exponential)(scores + (k + i) * V(panel), m));
+        for (k = FN(max)(k, seen); k < end; k++) V(store)(scores + k * V(panel), V(zero)());
     }
-    return sum;
+    return V(add)(V(add)(sum[0], sum[1]), V(add)(sum[2], sum[3]));
 }
 
 /* Scores become weights; row_max, row_sum move on and alpha says by how much the output so far has to shrink. */

@@ -89,7 +89,7 @@ def test_sizes_around_the_tiles(isa, rng, dtype, heads):
 @pytest.mark.parametrize("missing", ["batch", "queries", "keys"])
 def test_sizes_of_zero(isa, rng, dtype, missing):
     sizes = {"batch": 2, "queries": 5, "keys": 7} | {missing: 0}
-    layer, exact = layers(rng, dtype=dtype)
+    layer, _ = layers(rng, dtype=dtype)
     x, y, z = inputs(rng, dtype=dtype, **sizes)
     got = layer(x, y, z)
     assert got.shape == (sizes["batch"], sizes["queries"], 24)
