@@ -53,6 +53,7 @@ cnp.import_array()
 # A call of less than this keeps the GIL: giving it up may mean waiting behind another thread's switch interval.
 cdef double RELEASE_GIL_NS = 20e3
 cdef int OPENMP_MAX_AT_IMPORT = mha_openmp_max_threads()
+cdef int MAX_THREADS = _validate.MAX_THREADS
 
 # The module that holds the default thread count and the level; set by it, read by every call.
 cdef dict config = None
@@ -312,28 +313,99 @@ cdef str BLHD = "blhd"
 cdef int64_t ZERO = 0
 
 
-cdef object attend_plain(mha_params *p, object query, object value, object layout, bint return_lse):
+cdef void extent(cnp.ndarray array, char **low, char **high) noexcept:
+    """The lowest address of an array's elements, and the one behind the highest."""
+    cdef cnp.npy_intp reach
+    cdef int d
+    low[0] = <char *> cnp.PyArray_DATA(array)
+    high[0] = low[0] + cnp.PyArray_ITEMSIZE(array)
+    for d in range(cnp.PyArray_NDIM(array)):
+        reach = (cnp.PyArray_DIM(array, d) - 1) * cnp.PyArray_STRIDE(array, d)
+        if reach < 0:
+            low[0] += reach
+        else:
+            high[0] += reach
+
+
+cdef bint plain_out(mha_params *p, object out, cnp.ndarray query, object layout, tuple inputs) noexcept:
+    """A contiguous result array of the right shape that lies apart from all inputs."""
+    cdef cnp.ndarray array, other
+    cdef char *low
+    cdef char *high
+    cdef char *other_low
+    cdef char *other_high
+    cdef int d, ndim = cnp.PyArray_NDIM(query)
+    if not is_plain(out, cnp.PyArray_TYPE(query), ndim):
+        return False
+    array = out
+    if not (cnp.PyArray_ISWRITEABLE(array) and cnp.PyArray_IS_C_CONTIGUOUS(array)):
+        return False
+    for d in range(ndim - 1):
+        if cnp.PyArray_DIM(array, d) != cnp.PyArray_DIM(query, d):
+            return False
+    if cnp.PyArray_DIM(array, ndim - 1) != p.value_dim:
+        return False
+    extent(array, &low, &high)
+    for x in inputs:
+        if x is None:
+            continue
+        if not cnp.PyArray_CheckExact(x):
+            return False
+        other = x
+        extent(other, &other_low, &other_high)
+        if other_low < high and low < other_high:
+            return False
+    return True
+
+
+cdef bint plain_position(mha_params *p, object is_causal, object q_offset, object valid_lens, int64_t *offset) noexcept:
+    """The causal rule where it is one offset for all batch entries."""
+    cdef int d
+    offset[0] = 0
+    p.causal = is_causal is not False
+    if type(q_offset) is int:
+        if not (is_causal is False or is_causal is True) or not -(1 << 40) < q_offset < 1 << 40:
+            return False
+        offset[0] = q_offset
+    elif q_offset is not None:
+        return False
+    elif is_causal is True:
+        if p.q_len < p.kv_len:
+            return False  # the validator warns
+    elif is_causal is not False:
+        if type(is_causal) is not str or valid_lens is not None:
+            return False
+        if is_causal == "lower_right":
+            offset[0] = p.kv_len - p.q_len
+        elif is_causal != "upper_left":
+            return False
+    p.offset.data = <char *> offset
+    p.offset.dtype = MHA_I64
+    for d in range(<int> p.lead_ndim):
+        p.offset.lead[d] = 0
+    return True
+
+
+cdef object attend_plain(mha_params *p, cnp.ndarray query, object layout, object out, bint return_lse):
     """The result of the common case; all but the results is filled in."""
-    cdef int ndim = cnp.PyArray_NDIM(<cnp.ndarray> query), lead = ndim - 3, num
+    cdef int ndim = cnp.PyArray_NDIM(query), lead = ndim - 3, num = cnp.PyArray_TYPE(query), d
     cdef int head = lead if layout is BHLD else lead + 1, row = lead + 1 if layout is BHLD else lead
     cdef cnp.npy_intp shape[MHA_MAX_LEAD + 3]
-    cdef int d
-    cdef cnp.ndarray out, lse
-    num = cnp.PyArray_TYPE(<cnp.ndarray> query)
+    cdef cnp.ndarray result, lse
     for d in range(ndim - 1):
-        shape[d] = cnp.PyArray_DIM(<cnp.ndarray> query, d)
+        shape[d] = cnp.PyArray_DIM(query, d)
     shape[ndim - 1] = p.value_dim
-    out = cnp.PyArray_EMPTY(ndim, shape, num, 0)
-    fill(&p.out, out, lead, head, row, ndim - 1)
+    result = cnp.PyArray_EMPTY(ndim, shape, num, 0) if out is None else out
+    fill(&p.out, result, lead, head, row, ndim - 1)
     if not return_lse:
         run(p)
-        return out
+        return result
     shape[lead] = p.num_heads
     shape[lead + 1] = p.q_len
     lse = cnp.PyArray_EMPTY(ndim - 1, shape, num, 0)
     fill(&p.lse, lse, lead, lead, lead + 1, -1)
     run(p)
-    return out, lse
+    return result, lse
 
 
 def scaled_dot_product_attention(
@@ -355,33 +427,27 @@ def scaled_dot_product_attention(
     num_threads=None,
 ):
     cdef mha_params p
-    cdef int d
+    cdef int64_t offset
     if (
-        out is None
-        and return_weights is False
+        return_weights is False
         and (return_lse is False or return_lse is True)
-        and q_offset is None
         and type(dropout_p) is float
         and <double> dropout_p == 0.0
-        and num_threads is None
+        and (num_threads is None or (type(num_threads) is int and 0 < num_threads <= MAX_THREADS))
         and (enable_gqa is False or enable_gqa is True)
         and (scale is None or (type(scale) is float and -1e30 < <double> scale < 1e30))
-        and (is_causal is False or is_causal is True)
         and plain_inputs(&p, query, key, value, layout, enable_gqa)
-        and (is_causal is False or p.q_len >= p.kv_len)
     ):
         leave_out(&p)
-        if (attn_mask is None or plain_mask(&p.mask, attn_mask, cnp.PyArray_TYPE(<cnp.ndarray> query), &p)) and (
-            valid_lens is None or plain_lengths(&p.lengths, valid_lens, &p)
+        if (
+            plain_position(&p, is_causal, q_offset, valid_lens, &offset)
+            and (attn_mask is None or plain_mask(&p.mask, attn_mask, cnp.PyArray_TYPE(<cnp.ndarray> query), &p))
+            and (valid_lens is None or plain_lengths(&p.lengths, valid_lens, &p))
+            and (out is None or plain_out(&p, out, query, layout, (query, key, value, attn_mask, valid_lens)))
         ):
             p.scale = 1.0 / sqrt(<double> p.head_dim) if scale is None else <double> scale
-            p.num_threads = resolve_threads(None)
-            p.causal = is_causal is True
-            p.offset.data = <char *> &ZERO
-            p.offset.dtype = MHA_I64
-            for d in range(<int> p.lead_ndim):
-                p.offset.lead[d] = 0
-            return attend_plain(&p, query, value, layout, return_lse is True)
+            p.num_threads = resolve_threads(num_threads)
+            return attend_plain(&p, query, layout, out, return_lse is True)
     return attend(
         _validate.attention_call(
             query,

@@ -4,10 +4,12 @@
 
 #include "kernels.h"
 
-/* Phases of tasks, a barrier between them. run is called for each task by the thread of that number. */
+/* Phases of tasks, a barrier between them. start is called once by each thread, run for each task by the thread of that
+ * number. */
 typedef struct mha_job {
     const void *plan;
     int threads, phases;
+    void (*start)(const void *plan, int thread);
     int64_t (*tasks)(const void *plan, int phase);
     void (*run)(const void *plan, int phase, int64_t task, int thread);
 } mha_job;
@@ -37,6 +39,7 @@ mha_status mha_make_plan(mha_plan *plan, const mha_params *params, int threads);
 void mha_place_plan(mha_plan *plan, char *memory);
 
 enum { MHA_ATTENTION_PHASES = 3 };
+void mha_attention_start(const void *plan, int thread);
 int64_t mha_attention_tasks(const void *plan, int phase);
 void mha_attention_task(const void *plan, int phase, int64_t task, int thread);
 

@@ -148,40 +148,45 @@ static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) 
                            s->out_row);
 }
 
-static void FN(few_split)(const mha_task *task, FN(scratch) *s, int64_t split, int careful)
+static void FN(few_split)(const mha_task *task, FN(scratch) *s, int64_t split, int careful, FN(state) *state)
 {
     int64_t begin = split * MHA_KEY_SPLIT, end = FN(min)(task->visible, begin + MHA_KEY_SPLIT);
-    FN(clear)(&s->split[0], task->num_rows);
+    FN(clear)(state, task->num_rows);
     for (int64_t first = begin; first < end; first += MHA_KEY_BLOCK) {
         FN(block) block = FN(open_block)(task, s, first, FN(min)(end, first + MHA_KEY_BLOCK), 0, careful);
-        FN(few_block)(task, s, &block, &s->split[0], first == begin, careful);
+        FN(few_block)(task, s, &block, state, first == begin, careful);
     }
 }
 
 /* Queries one after the other, multiplied by the scale, zeros behind their depth. */
 static void FN(pack_few_queries)(const mha_task *task, FN(scratch) *s)
 {
+    VEC scale = V(set1)((REAL)task->scale);
+    int64_t head_dim = task->head_dim;
+    int in_place = task->query_dtype == REAL_DTYPE && task->query_col == 1;
     for (int64_t r = 0; r < task->num_rows; r++) {
         REAL *query = s->query[0] + r * s->few_row;
-        FN(convert)(query, task->rows[r].query, task->query_dtype, task->query_col, task->head_dim);
-        for (int64_t e = 0; e < task->head_dim; e++) query[e] *= (REAL)task->scale;
-        for (int64_t e = task->head_dim; e < s->few_row; e++) query[e] = 0;
+        const REAL *from = in_place ? (const REAL *)task->rows[r].query : s->converted;
+        if (!in_place) FN(convert)(s->converted, task->rows[r].query, task->query_dtype, task->query_col, head_dim);
+        int64_t e = 0;
+        for (; e + V(lanes) <= head_dim; e += V(lanes)) V(store)(query + e, V(mul)(V(load)(from + e), scale));
+        if (e < head_dim) V(store)(query + e, V(mul)(V(load_n)(from + e, head_dim - e), scale));
     }
 }
 
 static void FN(attend_few)(const mha_task *task, void *memory)
 {
-    FN(scratch) s;
-    FN(lay_out)(&s, task, (uintptr_t)memory);
+    FN(scratch) *s = memory;
     uintptr_t left = (uintptr_t)task->state;
-    if (task->state) s.split[0] = FN(take_state)(&left, task);
-    FN(pack_few_queries)(task, &s);
-    FN(clear)(&s.total[0], task->num_rows);
+    FN(state) part = task->state ? FN(take_state)(&left, task) : s->split[0];
+    FN(pack_few_queries)(task, s);
+    if (task->split_begin >= task->split_end) FN(clear)(&s->total[0], task->num_rows);
     for (int64_t split = task->split_begin; split < task->split_end; split++) {
-        FN(few_split)(task, &s, split, 0);
-        if (!FN(is_finite)(&s.split[0], task->num_rows, s.out_row)) FN(few_split)(task, &s, split, 1);
+        FN(few_split)(task, s, split, 0, &part);
+        if (!FN(is_finite)(&part, task->num_rows, s->out_row)) FN(few_split)(task, s, split, 1, &part);
         if (task->state) return;
-        FN(advance)(task->num_rows, s.out_row, &s.total[0], &s.split[0], split == task->split_begin);
+        FN(advance)(task->num_rows, s->out_row, &s->total[0], &part, split == task->split_begin);
     }
-    FN(finish)(task, task->rows, task->num_rows, s.out_row, &s.total[0]);
+    if (!task->state) s->split[0] = part;
+    FN(finish)(task, task->rows, task->num_rows, s->out_row, &s->total[0]);
 }

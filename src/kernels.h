@@ -48,7 +48,7 @@ typedef struct mha_task {
     int64_t query_col, mask_col, out_col;
     /* what differs */
     mha_matrix key, value;
-    const mha_row *rows;
+    mha_row *rows;
     int64_t num_rows, visible; /* visible: the largest of the rows' */
     mha_ahead ahead[MHA_AHEAD];
     int64_t split_begin, split_end;
@@ -68,6 +68,7 @@ typedef struct mha_affine {
 typedef struct mha_kernels {
     mha_tiles tiles;
     int64_t (*scratch_bytes)(const mha_task *task); /* per thread, for tasks of up to max_rows rows */
+    void (*open_scratch)(const mha_task *task, void *scratch); /* before a thread's first task */
     int64_t (*state_bytes)(const mha_task *task);
     void (*attend_panels)(const mha_task *task, void *scratch);
     void (*attend_few)(const mha_task *task, void *scratch);

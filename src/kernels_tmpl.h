@@ -12,6 +12,7 @@
 static const mha_kernels FN(kernels) = {
     {V(lanes), V(panel), V(key_tile), V(row_tile), FN(affine_tile)},
     FN(scratch_bytes),
+    FN(open_scratch),
     FN(state_bytes),
     FN(attend_panels),
     FN(attend_few),

@@ -198,6 +198,12 @@ static void project(const layer_plan *plan, int m, int64_t t, int thread)
     project_rows(plan, m, block * ROWS, mha_min(map->rows, (block + 1) * ROWS), &a, thread);
 }
 
+static void layer_start(const void *of, int thread)
+{
+    const layer_plan *plan = of;
+    mha_attention_start(&plan->plan, thread);
+}
+
 static void layer_task(const void *of, int phase, int64_t t, int thread)
 {
     const layer_plan *plan = of;
@@ -226,6 +232,6 @@ mha_status mha_layer_forward(const mha_layer *layer, void *workspace, int64_t wo
     if (status != MHA_OK) return status;
     if (plan.bytes < 0 || workspace_bytes < plan.bytes + 64) return MHA_ERR_WORKSPACE;
     make_layer_plan(&plan, layer, (char *)workspace + (64 - (uintptr_t)workspace % 64) % 64);
-    mha_run(&(mha_job){&plan, plan.threads, PHASES, layer_tasks, layer_task});
+    mha_run(&(mha_job){&plan, plan.threads, PHASES, layer_start, layer_tasks, layer_task});
     return MHA_OK;
 }

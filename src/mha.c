@@ -73,7 +73,8 @@ static int64_t layout(mha_plan *plan)
 {
     const mha_params *p = plan->p;
     int64_t states = plan->split_tasks ? mha_saturating(plan->tasks, plan->state_bytes) : 0;
-    plan->thread_bytes = mha_align_up(plan->scratch_bytes) + mha_align_up(plan->rows_per_task * (int64_t)sizeof(mha_row));
+    plan->thread_bytes = mha_align_up(sizeof(mha_task)) + mha_align_up(plan->rows_per_task * (int64_t)sizeof(mha_row)) +
+                         mha_align_up(plan->scratch_bytes);
     int64_t scratch = mha_saturating(plan->thread_bytes, plan->threads);
     plan->order_bytes = p->lengths.data ? mha_align_up(mha_saturating(plan->batches, 2 * (int64_t)sizeof(int64_t))) : 0;
     if (states > INT64_MAX / 8 || scratch > INT64_MAX / 8 || plan->order_bytes > INT64_MAX / 8) return -1;
@@ -145,18 +146,16 @@ static int64_t visible_keys(const mha_params *p, const int64_t *length, const in
     return p->causal ? mha_max(mha_min(visible, i + *offset + 1), 0) : visible;
 }
 
-/* One pointer of each row, NULL where the array is absent. */
-static void fill_pointers(const mha_plan *plan, mha_row *rows, size_t field, const mha_array *a, int64_t batch,
-                          int64_t kv_head, int64_t first, int64_t count)
+/* One pointer of each row; an absent array has left it NULL for all tasks. */
+static void fill_pointers(const mha_plan *plan, mha_task *task, size_t field, const mha_array *a, int64_t batch,
+                          int64_t kv_head, int64_t i, int64_t member)
 {
-    int64_t item = mha_item_bytes(a->dtype), member = first % plan->group;
+    if (!a->data) return;
+    int64_t item = mha_item_bytes(a->dtype);
     int64_t head_step = a->head * item, row_step = a->row * item - (plan->group - 1) * head_step;
-    char *row = NULL;
-    if (a->data)
-        row = at(a, lead_offset(plan->p, a, batch) + (kv_head * plan->group + member) * a->head + first / plan->group * a->row);
-    for (int64_t r = 0; r < count; r++) {
-        *(char **)((char *)(rows + r) + field) = row;
-        if (!row) continue;
+    char *row = at(a, lead_offset(plan->p, a, batch) + (kv_head * plan->group + member) * a->head + i * a->row);
+    for (int64_t r = 0; r < task->num_rows; r++) {
+        *(char **)((char *)(task->rows + r) + field) = row;
         int last = ++member == plan->group;
         row += last ? row_step : head_step;
         if (last) member = 0;
@@ -165,22 +164,22 @@ static void fill_pointers(const mha_plan *plan, mha_row *rows, size_t field, con
 
 /* Rows first.. of key/value head kv_head: the queries of its group next to each other, so that a panel's positions, and with
  * them the keys that it sees, are close together. */
-static void fill_rows(const mha_plan *plan, mha_task *task, mha_row *rows, int64_t batch, int64_t kv_head, int64_t first)
+static void fill_rows(const mha_plan *plan, mha_task *task, int64_t batch, int64_t kv_head, int64_t first)
 {
     const mha_params *p = plan->p;
     const int64_t *length = p->lengths.data ? (const int64_t *)at(&p->lengths, lead_offset(p, &p->lengths, batch)) : NULL;
     const int64_t *offset = p->causal ? (const int64_t *)at(&p->offset, lead_offset(p, &p->offset, batch)) : NULL;
-    task->rows = rows;
+    int64_t i = first / plan->group, member = first % plan->group;
     task->num_rows = mha_min(plan->rows - first, plan->rows_per_task);
     task->visible = 0;
-    fill_pointers(plan, rows, offsetof(mha_row, query), &p->query, batch, kv_head, first, task->num_rows);
-    fill_pointers(plan, rows, offsetof(mha_row, mask), &p->mask, batch, kv_head, first, task->num_rows);
-    fill_pointers(plan, rows, offsetof(mha_row, out), &p->out, batch, kv_head, first, task->num_rows);
-    fill_pointers(plan, rows, offsetof(mha_row, lse), &p->lse, batch, kv_head, first, task->num_rows);
-    fill_pointers(plan, rows, offsetof(mha_row, weights), &p->weights, batch, kv_head, first, task->num_rows);
-    for (int64_t r = 0, i = first / plan->group, member = first % plan->group; r < task->num_rows; r++) {
-        rows[r].visible = visible_keys(p, length, offset, i);
-        task->visible = mha_max(task->visible, rows[r].visible);
+    fill_pointers(plan, task, offsetof(mha_row, query), &p->query, batch, kv_head, i, member);
+    fill_pointers(plan, task, offsetof(mha_row, mask), &p->mask, batch, kv_head, i, member);
+    fill_pointers(plan, task, offsetof(mha_row, out), &p->out, batch, kv_head, i, member);
+    fill_pointers(plan, task, offsetof(mha_row, lse), &p->lse, batch, kv_head, i, member);
+    fill_pointers(plan, task, offsetof(mha_row, weights), &p->weights, batch, kv_head, i, member);
+    for (int64_t r = 0; r < task->num_rows; r++) {
+        task->rows[r].visible = visible_keys(p, length, offset, i);
+        task->visible = mha_max(task->visible, task->rows[r].visible);
         if (++member == plan->group) {
             member = 0;
             i++;
@@ -207,16 +206,16 @@ static char *head_rows(const mha_params *p, const mha_array *a, place place)
     return at(a, lead_offset(p, a, place.batch) + place.head * a->head);
 }
 
-static mha_task open_task(const mha_plan *plan, mha_row *rows, int64_t t)
+static void open_task(const mha_plan *plan, mha_task *task, int64_t t)
 {
     const mha_params *p = plan->p;
-    mha_task task = plan->shared;
     place place = locate(plan, t);
-    task.key.data = head_rows(p, &p->key, place);
-    task.value.data = head_rows(p, &p->value, place);
-    fill_rows(plan, &task, rows, place.batch, place.head, place.first_row);
-    task.split_end = mha_divide_up(task.visible, MHA_KEY_SPLIT);
-    return task;
+    task->key.data = head_rows(p, &p->key, place);
+    task->value.data = head_rows(p, &p->value, place);
+    fill_rows(plan, task, place.batch, place.head, place.first_row);
+    task->split_begin = 0;
+    task->split_end = mha_divide_up(task->visible, MHA_KEY_SPLIT);
+    task->state = NULL;
 }
 
 static mha_ahead ahead_rows(const mha_array *a, const char *head, int64_t first, int64_t last, int64_t cols)
@@ -231,6 +230,7 @@ static void look_ahead(const mha_plan *plan, mha_task *task, int64_t t)
 {
     const mha_params *p = plan->p;
     int64_t share = t % plan->row_tasks, next_head = t + plan->row_tasks, next = t + plan->threads;
+    for (int n = 0; n < MHA_AHEAD; n++) task->ahead[n].rows = 0;
     if (next_head < plan->tasks) {
         place place = locate(plan, next_head);
         int64_t first = p->kv_len * share / plan->row_tasks, last = p->kv_len * (share + 1) / plan->row_tasks;
@@ -260,27 +260,48 @@ int64_t mha_attention_tasks(const void *of, int phase)
     return (phase == MERGE ? plan->split_tasks : plan->p->weights.data != NULL) ? row_tasks : 0;
 }
 
+/* A thread's task, its rows, and the kernels' scratch lie one after the other. */
+static mha_task *thread_task(const mha_plan *plan, int thread)
+{
+    return (mha_task *)(plan->scratch + thread * plan->thread_bytes);
+}
+
+static char *thread_scratch(const mha_plan *plan, int thread)
+{
+    return (char *)thread_task(plan, thread) + plan->thread_bytes - mha_align_up(plan->scratch_bytes);
+}
+
+void mha_attention_start(const void *of, int thread)
+{
+    const mha_plan *plan = of;
+    mha_task *task = thread_task(plan, thread);
+    *task = plan->shared;
+    task->rows = (mha_row *)((char *)task + mha_align_up(sizeof *task));
+    for (int64_t r = 0; r < plan->rows_per_task; r++) task->rows[r] = (mha_row){0};
+    plan->kernels->open_scratch(task, thread_scratch(plan, thread));
+}
+
 void mha_attention_task(const void *of, int phase, int64_t t, int thread)
 {
     const mha_plan *plan = of;
-    char *scratch = plan->scratch + thread * plan->thread_bytes;
-    mha_row *rows = (mha_row *)(scratch + mha_align_up(plan->scratch_bytes));
+    mha_task *task = thread_task(plan, thread);
+    char *scratch = thread_scratch(plan, thread);
     int splitting = phase == ATTEND && plan->split_tasks;
-    mha_task task = open_task(plan, rows, splitting ? t / plan->splits : t);
+    open_task(plan, task, splitting ? t / plan->splits : t);
     if (phase == WEIGHTS) {
-        plan->kernels->panel_weights(&task, scratch);
+        plan->kernels->panel_weights(task, scratch);
     } else if (phase == MERGE) {
-        plan->kernels->merge(&task, plan->states + t * plan->splits * plan->state_bytes, scratch);
+        plan->kernels->merge(task, plan->states + t * plan->splits * plan->state_bytes, scratch);
     } else {
-        if (!plan->split_tasks && !plan->few) look_ahead(plan, &task, t);
+        if (!plan->split_tasks && !plan->few) look_ahead(plan, task, t);
         if (splitting) {
             int64_t split = t % plan->splits;
-            if (split >= task.split_end) return;
-            task.split_begin = split;
-            task.split_end = split + 1;
-            task.state = plan->states + t * plan->state_bytes;
+            if (split >= task->split_end) return;
+            task->split_begin = split;
+            task->split_end = split + 1;
+            task->state = plan->states + t * plan->state_bytes;
         }
-        (plan->few ? plan->kernels->attend_few : plan->kernels->attend_panels)(&task, scratch);
+        (plan->few ? plan->kernels->attend_few : plan->kernels->attend_panels)(task, scratch);
     }
 }
 
@@ -289,6 +310,7 @@ void mha_run(const mha_job *job)
 {
     if (job->threads == 1) {
         uint64_t saved = mha_fp_enter();
+        job->start(job->plan, 0);
         for (int phase = 0; phase < job->phases; phase++)
             for (int64_t t = 0, tasks = job->tasks(job->plan, phase); t < tasks; t++) job->run(job->plan, phase, t, 0);
         mha_fp_leave(saved);
@@ -298,6 +320,7 @@ void mha_run(const mha_job *job)
 #pragma omp parallel num_threads(job->threads)
     {
         uint64_t saved = mha_fp_enter();
+        job->start(job->plan, omp_get_thread_num());
         for (int phase = 0; phase < job->phases; phase++) {
             int64_t tasks = job->tasks(job->plan, phase);
             if (!tasks) continue;
@@ -368,7 +391,7 @@ mha_status mha_forward(const mha_params *params, void *workspace, int64_t worksp
     if (!plan.tasks) return MHA_OK;
     if (!workspace || plan.bytes < 0 || workspace_bytes < plan.bytes) return MHA_ERR_WORKSPACE;
     mha_place_plan(&plan, (char *)workspace + (64 - (uintptr_t)workspace % 64) % 64);
-    mha_run(&(mha_job){&plan, plan.threads, MHA_ATTENTION_PHASES, mha_attention_tasks, mha_attention_task});
+    mha_run(&(mha_job){&plan, plan.threads, MHA_ATTENTION_PHASES, mha_attention_start, mha_attention_tasks, mha_attention_task});
     return MHA_OK;
 }
 

@@ -220,22 +220,21 @@ static void FN(panel_block)(const mha_task *task, FN(scratch) *s, const FN(panel
 
 /* The states of all panels over one split of the keys. Panels share packed blocks. */
 static void FN(panels_split)(const mha_task *task, FN(scratch) *s, const FN(panel) *panels, int num_panels,
-                             int64_t split, int with_output, int careful)
+                             int64_t split, int with_output, int careful, FN(state) *states)
 {
     int64_t end = FN(min)(task->visible, (split + 1) * MHA_KEY_SPLIT);
     int started[MHA_PANELS_PER_PACK] = {0};
-    for (int p = 0; p < num_panels; p++) FN(clear)(&s->split[p], panels[p].vecs * V(lanes));
+    for (int p = 0; p < num_panels; p++) FN(clear)(&states[p], panels[p].vecs * V(lanes));
     for (int64_t first = split * MHA_KEY_SPLIT; first < end; first += MHA_KEY_BLOCK) {
         FN(block) block = FN(open_block)(task, s, first, FN(min)(end, first + MHA_KEY_BLOCK), 1, careful);
         for (int p = 0; p < num_panels; p++)
             if (panels[p].visible > first)
-                FN(panel_block)(task, s, &panels[p], &block, &s->split[p], &started[p], with_output, careful);
+                FN(panel_block)(task, s, &panels[p], &block, &states[p], &started[p], with_output, careful);
     }
 }
 
-static int FN(open_panels)(const mha_task *task, FN(scratch) *s, FN(panel) *panels, void *memory)
+static int FN(open_panels)(const mha_task *task, FN(scratch) *s, FN(panel) *panels)
 {
-    FN(lay_out)(s, task, (uintptr_t)memory);
     int num_panels = (int)(FN(round_up)(task->num_rows, V(panel)) / V(panel));
     for (int p = 0; p < num_panels; p++) FN(open_panel)(task, s, p, &panels[p]);
     return num_panels;
@@ -256,25 +255,27 @@ static void FN(advance)(int64_t rows, int64_t out_row, FN(state) *total, FN(stat
 
 static void FN(attend_panels)(const mha_task *task, void *memory)
 {
-    FN(scratch) s;
+    FN(scratch) *s = memory;
     FN(panel) panels[MHA_PANELS_PER_PACK];
-    int num_panels = FN(open_panels)(task, &s, panels, memory);
-    uintptr_t left = (uintptr_t)task->state;
-    if (task->state)
-        for (int p = 0; p < num_panels; p++) s.split[p] = FN(take_state)(&left, task);
-    for (int p = 0; p < num_panels; p++) FN(clear)(&s.total[p], panels[p].vecs * V(lanes));
+    FN(state) left[MHA_PANELS_PER_PACK], *states = task->state ? left : s->split;
+    int num_panels = FN(open_panels)(task, s, panels);
+    uintptr_t at = (uintptr_t)task->state;
+    for (int p = 0; p < num_panels; p++) {
+        if (task->state) left[p] = FN(take_state)(&at, task);
+        FN(clear)(&s->total[p], panels[p].vecs * V(lanes));
+    }
     for (int64_t split = task->split_begin; split < task->split_end; split++) {
-        FN(panels_split)(task, &s, panels, num_panels, split, 1, 0);
+        FN(panels_split)(task, s, panels, num_panels, split, 1, 0, states);
         int finite = 1;
         for (int p = 0; p < num_panels; p++)
-            finite = finite && FN(is_finite)(&s.split[p], panels[p].num_rows, s.out_row);
-        if (!finite) FN(panels_split)(task, &s, panels, num_panels, split, 1, 1);
+            finite = finite && FN(is_finite)(&states[p], panels[p].num_rows, s->out_row);
+        if (!finite) FN(panels_split)(task, s, panels, num_panels, split, 1, 1, states);
         if (task->state) return;
         for (int p = 0; p < num_panels; p++)
-            FN(advance)(panels[p].num_rows, s.out_row, &s.total[p], &s.split[p], split == task->split_begin);
+            FN(advance)(panels[p].num_rows, s->out_row, &s->total[p], &states[p], split == task->split_begin);
     }
     for (int p = 0; p < num_panels; p++)
-        FN(finish)(task, panels[p].rows, panels[p].num_rows, s.out_row, &s.total[p]);
+        FN(finish)(task, panels[p].rows, panels[p].num_rows, s->out_row, &s->total[p]);
 }
 
 /* weights[row][key] for the keys of one block, from the scores and the panel's state over all keys. */
@@ -321,22 +322,22 @@ static void FN(undefined_weights)(const mha_task *task, const FN(panel) *panel, 
 /* The weights of the rows of a task over all keys; hidden ones are not written. */
 static void FN(panel_weights)(const mha_task *task, void *memory)
 {
-    FN(scratch) s;
+    FN(scratch) *s = memory;
     FN(panel) panels[MHA_PANELS_PER_PACK];
     FN(run) runs[MHA_KEY_BLOCK / FN(mask_tile)];
-    int num_panels = FN(open_panels)(task, &s, panels, memory);
+    int num_panels = FN(open_panels)(task, s, panels);
     for (int64_t split = task->split_begin; split < task->split_end; split++) {
-        FN(panels_split)(task, &s, panels, num_panels, split, 0, 0);
+        FN(panels_split)(task, s, panels, num_panels, split, 0, 0, s->split);
         for (int p = 0; p < num_panels; p++)
-            FN(advance)(panels[p].num_rows, 0, &s.total[p], &s.split[p], split == task->split_begin);
+            FN(advance)(panels[p].num_rows, 0, &s->total[p], &s->split[p], split == task->split_begin);
     }
     for (int64_t first = 0; first < task->visible; first += MHA_KEY_BLOCK) {
-        FN(block) block = FN(open_block)(task, &s, first, FN(min)(task->visible, first + MHA_KEY_BLOCK), 1, 0);
+        FN(block) block = FN(open_block)(task, s, first, FN(min)(task->visible, first + MHA_KEY_BLOCK), 1, 0);
         for (int p = 0; p < num_panels; p++) {
             if (panels[p].visible <= first) continue;
-            int num_runs = FN(block_scores)(task, &s, &panels[p], &block, runs);
-            FN(write_weights)(&s, &panels[p], &block, &s.total[p], runs, num_runs);
+            int num_runs = FN(block_scores)(task, s, &panels[p], &block, runs);
+            FN(write_weights)(s, &panels[p], &block, &s->total[p], runs, num_runs);
         }
     }
-    for (int p = 0; p < num_panels; p++) FN(undefined_weights)(task, &panels[p], &s.total[p]);
+    for (int p = 0; p < num_panels; p++) FN(undefined_weights)(task, &panels[p], &s->total[p]);
 }

@@ -44,7 +44,7 @@ static FN(state) FN(take_state)(uintptr_t *memory, const mha_task *task)
     return state;
 }
 
-/* Lays the scratch out over memory (an address, 0 to learn the size) and returns where it ends. */
+/* Lays the scratch out over memory (an address, 0 to learn the size); gives where it ends. */
 static uintptr_t FN(lay_out)(FN(scratch) *s, const mha_task *task, uintptr_t memory)
 {
     int64_t block = FN(min)(task->kv_len, MHA_KEY_BLOCK);
@@ -78,7 +78,13 @@ static uintptr_t FN(lay_out)(FN(scratch) *s, const mha_task *task, uintptr_t mem
 static int64_t FN(scratch_bytes)(const mha_task *task)
 {
     FN(scratch) s;
-    return (int64_t)FN(lay_out)(&s, task, 0);
+    return FN(round_up)(sizeof s, 64) + (int64_t)FN(lay_out)(&s, task, 0);
+}
+
+/* The layout itself lies at the beginning, made once for all tasks of a thread. */
+static void FN(open_scratch)(const mha_task *task, void *memory)
+{
+    FN(lay_out)(memory, task, (uintptr_t)memory + (uintptr_t)FN(round_up)(sizeof(FN(scratch)), 64));
 }
 
 static int64_t FN(state_bytes)(const mha_task *task)

@@ -88,20 +88,19 @@ static void FN(finish)(const mha_task *task, const mha_row *rows, int64_t count,
 
 static void FN(merge)(const mha_task *task, void *states, void *memory)
 {
-    FN(scratch) s;
-    FN(lay_out)(&s, task, (uintptr_t)memory);
+    FN(scratch) *s = memory;
     uintptr_t at = (uintptr_t)states;
-    for (int64_t first = 0, p = 0; first < task->num_rows; first += V(panel), p++) FN(clear)(&s.total[p], V(panel));
+    for (int64_t first = 0, p = 0; first < task->num_rows; first += V(panel), p++) FN(clear)(&s->total[p], V(panel));
     for (int64_t split = task->split_begin; split < task->split_end; split++) {
         uintptr_t end = at + (uintptr_t)FN(state_bytes)(task);
         for (int64_t first = 0, p = 0; first < task->num_rows; first += V(panel), p++) {
             FN(state) part = FN(take_state)(&at, task);
-            FN(fold)(FN(min)(task->num_rows - first, V(panel)), s.out_row, &s.total[p], &part);
+            FN(fold)(FN(min)(task->num_rows - first, V(panel)), s->out_row, &s->total[p], &part);
         }
         at = end;
     }
     for (int64_t first = 0, p = 0; first < task->num_rows; first += V(panel), p++)
-        FN(finish)(task, task->rows + first, FN(min)(task->num_rows - first, V(panel)), s.out_row, &s.total[p]);
+        FN(finish)(task, task->rows + first, FN(min)(task->num_rows - first, V(panel)), s->out_row, &s->total[p]);
 }
 
 /* Finite numbers only? The rows' own padding columns are finite whenever the rest is. */

@@ -619,6 +619,183 @@ static void check_level(checker *c, mha_isa isa, mha_dtype dtype)
     check_sizes(c, isa, dtype, few + 1, 4 * split + 1, 3, lanes, FAR | BROADCAST | BOOL_MASK | POISON);
 }
 
+/* ---- a layer */
+
+enum { QUERY, KEY, VALUE, OUT, MAPS };
+
+typedef struct layer_test {
+    test attention; /* its query, key and value are the projected ones, in double */
+    view x[MAPS], weight[MAPS], bias[MAPS];
+    view out;
+} layer_test;
+
+/* Numbers of [-1, 1) divided by root. */
+static view open_uniform(checker *c, mha_dtype dtype, const int64_t lead[2], int64_t rows, int64_t cols, double root,
+                         unsigned options)
+{
+    view v = open_view(dtype, lead, 1, rows, cols, options);
+    fill_uniform(c, &v);
+    for (int64_t b = 0; b < v.outer; b++)
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t n = 0; n < cols; n++) set(&v, b, 0, i, n, get(&v, b, 0, i, n) / root);
+    return v;
+}
+
+/* x weight + bias for rows of x. */
+static double *linear(const double *x, int64_t rows, const view *weight, const view *bias)
+{
+    double *y = new_numbers(rows * weight->cols);
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t n = 0; n < weight->cols; n++) {
+            double sum = get(bias, 0, 0, 0, n);
+            for (int64_t e = 0; e < weight->rows; e++) sum += x[i * weight->rows + e] * get(weight, 0, 0, e, n);
+            y[i * weight->cols + n] = sum;
+        }
+    return y;
+}
+
+/* The projection of batch entry b to the heads of an array. */
+static void project(const layer_test *l, int map, view *heads, int64_t b)
+{
+    double *x = dense(&l->x[map], b, 0), *y = linear(x, heads->rows, &l->weight[map], &l->bias[map]);
+    for (int64_t h = 0; h < heads->heads; h++)
+        for (int64_t i = 0; i < heads->rows; i++)
+            for (int64_t n = 0; n < heads->cols; n++)
+                set(heads, b, h, i, n, y[(i * heads->heads + h) * heads->cols + n]);
+    free(x);
+    free(y);
+}
+
+/* What batch entry b attends to, [q_len][heads * value_dim]. */
+static double *attended(const test *t, int64_t b)
+{
+    const mha_params *p = &t->params;
+    double *all = new_numbers(p->q_len * p->num_heads * p->value_dim);
+    expected x = {.query = new_numbers(p->head_dim), .weights = new_numbers(p->kv_len)};
+    for (int64_t h = 0; h < p->num_heads; h++) {
+        x.keys = dense(&t->key, b, h / t->group);
+        x.values = dense(&t->value, b, h / t->group);
+        for (int64_t i = 0; i < p->q_len; i++) {
+            x.out = all + (i * p->num_heads + h) * p->value_dim;
+            expect(t, &x, b, h, i);
+        }
+        free(x.keys);
+        free(x.values);
+    }
+    free(x.query);
+    free(x.weights);
+    return all;
+}
+
+static void compare_layer(checker *c, layer_test *l)
+{
+    test *t = &l->attention;
+    double unit = t->params.dtype == MHA_F32 ? FLT_EPSILON / 2 : DBL_EPSILON / 2;
+    for (int64_t b = 0; b < t->batches; b++) {
+        project(l, QUERY, &t->query, b);
+        project(l, KEY, &t->key, b);
+        project(l, VALUE, &t->value, b);
+        double *heads = attended(t, b), *want = linear(heads, t->params.q_len, &l->weight[OUT], &l->bias[OUT]);
+        for (int64_t i = 0; i < t->params.q_len; i++) {
+            const int64_t at[] = {b, 0, i};
+            /* numbers around 1, each a sum of some hundred products whose factors have errors of that kind */
+            compare(c, t, "layer", &l->out, at, want + i * l->out.cols, 2000 * unit, 0);
+        }
+        free(heads);
+        free(want);
+    }
+    if (!is_unset(content(&l->out.memory), l->out.memory.size)) fail(c, t, "wrote between the elements of the result");
+}
+
+static void call_layer(checker *c, layer_test *l, int threads)
+{
+    test *t = &l->attention;
+    mha_layer layer = {.attention = t->params, .out = l->out.array};
+    mha_linear *maps[] = {&layer.query, &layer.key, &layer.value, &layer.output};
+    layer.attention.num_threads = threads;
+    layer.attention.lead_ndim = 1;
+    for (int m = 0; m < MAPS; m++)
+        *maps[m] = (mha_linear){l->x[m].array, l->weight[m].array, l->bias[m].array.data,
+                                l->x[m].rows,  l->weight[m].rows,  l->weight[m].cols};
+    layer.output.len = t->params.q_len;
+    int64_t bytes = mha_layer_workspace_bytes(&layer);
+    region workspace = open_region(larger(bytes, 0) + 8);
+    memset(content(&l->out.memory), UNSET, l->out.memory.size);
+    if (mha_layer_forward(&layer, content(&workspace) + 8, bytes) != MHA_OK) fail(c, t, "mha_layer_forward refuses");
+    if (mha_layer_forward(&layer, content(&workspace) + 8, bytes - 1) != MHA_ERR_WORKSPACE)
+        fail(c, t, "mha_layer_forward takes a workspace that is too small");
+    if (!close_region(&workspace)) fail(c, t, "wrote outside the workspace");
+}
+
+static void check_layer(checker *c, layer_test *l, int64_t width)
+{
+    test *t = &l->attention;
+    mha_params *p = &t->params;
+    const int64_t lead[] = {t->batches, 1}, one[] = {1, 1};
+    const int64_t rows[] = {p->q_len, p->kv_len, p->kv_len, 0};
+    const int64_t depths[] = {width, width + 1, width + 2, p->num_heads * p->value_dim};
+    const int64_t cols[] = {p->num_heads * p->head_dim, p->num_kv_heads * p->head_dim, p->num_kv_heads * p->value_dim,
+                            width};
+    mha_dtype other = p->dtype == MHA_F32 ? MHA_F64 : MHA_F32;
+    for (int m = 0; m < MAPS; m++) {
+        mha_dtype dtype = t->options & MIXED && draw(c, 2) ? other : p->dtype;
+        l->x[m] =
+            open_uniform(c, dtype, lead, rows[m], depths[m], 1, t->options & (PADDED | STRIDED | REVERSED | BROADCAST));
+        l->weight[m] = open_uniform(c, dtype, one, depths[m], cols[m], sqrt((double)larger(depths[m], 1)),
+                                    draw(c, 2) ? t->options & (PADDED | STRIDED) : 0);
+        l->bias[m] = open_uniform(c, p->dtype, one, 1, cols[m], 1, 0);
+    }
+    l->out = open_view(p->dtype, lead, 1, p->q_len, width, t->options & PADDED);
+    t->query = open_view(MHA_F64, lead, p->num_heads, p->q_len, p->head_dim, 0);
+    t->key = open_view(MHA_F64, lead, p->num_kv_heads, p->kv_len, p->head_dim, 0);
+    t->value = open_view(MHA_F64, lead, p->num_kv_heads, p->kv_len, p->value_dim, 0);
+    open_mask(c, t);
+    open_lengths(c, t);
+    p->mask = t->mask.array;
+    p->lengths = t->lengths.array;
+    p->offset = t->offset.array;
+    p->causal = (t->options & CAUSAL) != 0;
+    call_layer(c, l, 1);
+    uint64_t first = digest(&l->out.memory);
+    for (int threads = 2; threads <= 3; threads++) {
+        call_layer(c, l, threads);
+        if (digest(&l->out.memory) != first) fail(c, t, "layer: other bits than on one thread");
+    }
+    compare_layer(c, l);
+    view *views[] = {&l->out, &t->query, &t->key, &t->value, &t->mask, &t->lengths, &t->offset};
+    int intact = 1;
+    for (int n = 0; n < COUNT(views); n++) intact &= close_region(&views[n]->memory);
+    for (int m = 0; m < MAPS; m++)
+        intact &= close_region(&l->x[m].memory) & close_region(&l->weight[m].memory) & close_region(&l->bias[m].memory);
+    if (!intact) fail(c, t, "layer: wrote beside an array");
+    c->passed += !t->failed;
+    c->failed += t->failed;
+}
+
+static void check_layers(checker *c, mha_isa isa, mha_dtype dtype)
+{
+    mha_tiles tile = mha_isa_tiles(isa, dtype);
+    const int64_t rows[] = {0, 1, 3, tile.row_tile, 33, 63, 64, 97, 130};
+    const int64_t widths[] = {0, 1, tile.lanes + 1, tile.col_tile - 1, tile.col_tile, tile.col_tile + 1};
+    const int64_t wide[] = {4 * tile.col_tile + 3, 511, 512, 513};
+    const int64_t depths[] = {0, 1, tile.lanes, tile.lanes + 1, 13};
+    for (int n = 0; n < 60; n++) {
+        int64_t group = 1 + draw(c, 2), kv_heads = 1 + draw(c, 2);
+        layer_test l = {.attention = {.options = draw_options(c), .group = group, .batches = 1 + draw(c, 2)}};
+        mha_params *p = &l.attention.params;
+        *p = (mha_params){.isa = isa, .dtype = dtype, .num_heads = group * kv_heads, .num_kv_heads = kv_heads};
+        p->q_len = rows[draw(c, COUNT(rows))];
+        p->kv_len = draw(c, 2) ? p->q_len : rows[draw(c, COUNT(rows))];
+        p->head_dim = depths[draw(c, COUNT(depths))];
+        p->value_dim = depths[draw(c, COUNT(depths))];
+        p->scale = 1 / sqrt((double)larger(p->head_dim, 1));
+        p->lead_ndim = 2;
+        p->lead_shape[0] = l.attention.batches;
+        p->lead_shape[1] = 1;
+        check_layer(c, &l, n % 8 ? widths[draw(c, COUNT(widths))] : wide[draw(c, COUNT(wide))]);
+    }
+}
+
 /* ---- the exponential */
 
 static void check_exponential(checker *c, mha_isa isa, mha_dtype dtype, double x, int64_t count)
@@ -747,6 +924,7 @@ int main(int argc, char **argv)
             c.random = c.seed;
             check_exponentials(&c, (mha_isa)isa, (mha_dtype)dtype);
             check_level(&c, (mha_isa)isa, (mha_dtype)dtype);
+            check_layers(&c, (mha_isa)isa, (mha_dtype)dtype);
             printf("%s %s: %lld failed\n", mha_isa_name((mha_isa)isa), dtype_name((mha_dtype)dtype),
                    (long long)(c.failed - failed));
             fflush(stdout);
