@@ -1,7 +1,7 @@
 """What is process-wide: the default thread count and the instruction-set level, and where they come from.
 
-`num_threads` and `level` are the only two values; every call reads them and passes them down. They are set at import from
-the environment and the machine, `num_threads` also by `set_num_threads`.
+`num_threads` and `level` are the only two values; every call reads them and passes them down. They are set at import
+from the environment and the machine, `num_threads` also by `set_num_threads`.
 """
 
 import math
@@ -150,8 +150,8 @@ def show_config():
     Returns
     -------
     dict
-        ``version``; ``level`` in use, ``levels_built`` and ``levels_usable``; ``openmp`` (the version's date as an int, 0
-        for a build on one thread); ``num_threads``; ``compiler``; ``few_rows``, ``key_block`` and ``key_split``, the
+        ``version``; ``level`` in use, ``levels_built`` and ``levels_usable``; ``openmp`` (the version's date as an int,
+        0 for a build on one thread); ``num_threads``; ``compiler``; ``few_rows``, ``key_block`` and ``key_split``, the
         sizes that the same-bits promise rests on; ``tiles`` of the level in use for each compute dtype.
 
     Examples

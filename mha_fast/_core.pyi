@@ -2,7 +2,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike, NDArray
 
-from mha_fast._validate import Call
+from mha_fast._validate import Call, LayerCall
 
 __test__: dict[str, str]
 
@@ -26,6 +26,18 @@ def scaled_dot_product_attention(
     num_threads: int | None = None,
 ) -> Any: ...
 def attend(call: Call) -> Any: ...
+def attend_layer(call: LayerCall, attention: Call) -> Any: ...
+def layer_forward(
+    module: Any,
+    queries: ArrayLike,
+    keys: ArrayLike,
+    values: ArrayLike,
+    valid_lens: ArrayLike | None,
+    attn_mask: ArrayLike | None,
+    is_causal: bool | str,
+    need_weights: bool,
+    out: NDArray[Any] | None,
+) -> Any: ...
 def bind_config(namespace: dict[str, Any]) -> None: ...
 def levels() -> dict[str, tuple[int, bool]]: ...
 def build_info() -> dict[str, Any]: ...

@@ -1,4 +1,4 @@
-"""The classes on the fast path: weights and rules are the reference's, the work is the core's (the layer) and NumPy's (the FFN)."""
+"""The classes on the fast path: weights and rules are the reference's, a layer's work is the core's, the FFN's NumPy's."""
 
 import numpy as np
 
@@ -36,9 +36,7 @@ class MultiHeadAttention(reference.MultiHeadAttention):
         need_weights=False,
         out=None,
     ):
-        result = _core.layer_forward(
-            self, queries, keys, values, valid_lens, attn_mask, is_causal, need_weights, out
-        )
+        result = _core.layer_forward(self, queries, keys, values, valid_lens, attn_mask, is_causal, need_weights, out)
         if need_weights:
             result, self.attention_weights = result
         return result

@@ -27,8 +27,8 @@ static int all_bits(uint64_t value, uint64_t bits) { return (value & bits) == bi
 int mha_cpu_has(mha_isa isa)
 {
     enum { EAX, EBX, ECX, EDX };
-    const unsigned fma = 1u << 12, osxsave = 1u << 27, avx = 1u << 28, f16c = 1u << 29;          /* leaf 1, ECX */
-    const unsigned avx2 = 1u << 5, f = 1u << 16, dq = 1u << 17, bw = 1u << 30, vl = 1u << 31;    /* leaf 7, EBX */
+    const unsigned fma = 1u << 12, osxsave = 1u << 27, avx = 1u << 28, f16c = 1u << 29;       /* leaf 1, ECX */
+    const unsigned avx2 = 1u << 5, f = 1u << 16, dq = 1u << 17, bw = 1u << 30, vl = 1u << 31; /* leaf 7, EBX */
     const uint64_t ymm = 0x6, zmm = 0xe6; /* XCR0: the registers that the operating system saves */
     unsigned leaf1[4], leaf7[4];
     if (isa == MHA_ISA_SCALAR) return 1;

@@ -25,9 +25,9 @@ typedef struct mha_plan {
     int few;         /* the few-query kernel */
     int split_tasks; /* each split of the keys is a task */
     int threads;
-    int64_t tasks;   /* of the first phase */
+    int64_t tasks; /* of the first phase */
     /* the workspace: */
-    int64_t *order;  /* batch entries, most work first; NULL in their own order */
+    int64_t *order; /* batch entries, most work first; NULL in their own order */
     char *states, *scratch;
     int64_t state_bytes, scratch_bytes, thread_bytes, order_bytes, bytes;
 } mha_plan;

@@ -6,10 +6,10 @@
 typedef struct FN(tile_mask) {
     const uint16_t *bits; /* [group of 16 lanes][bits_row] with a bit a lane, NULL where there is no bool mask */
     int64_t bits_row;
-    int lane;             /* of the panel, the tile's first */
-    int is_bias;          /* the float mask's biases lie where the scores will */
-    const REAL *visible;  /* [lane]: keys at or beyond this one are hidden; NULL where none of the tile's is */
-    int64_t key;          /* the tile's first, counted like visible */
+    int lane;            /* of the panel, the tile's first */
+    int is_bias;         /* the float mask's biases lie where the scores will */
+    const REAL *visible; /* [lane]: keys at or beyond this one are hidden; NULL where none of the tile's is */
+    int64_t key;         /* the tile's first, counted like visible */
 } FN(tile_mask);
 
 enum { FN(plain), FN(by_length), FN(by_bits), FN(by_bias) };
@@ -21,7 +21,7 @@ MHA_INLINE VEC FN(hide)(const int kind, VEC score, int k, int v, const FN(tile_m
         score = V(keep_bits)(score, (uint32_t)mask->bits[lane / 16 * mask->bits_row + k] >> lane % 16);
     }
     if (kind == FN(by_bias)) score = V(add_bias)(score, V(load)(bias));
-    if (kind != FN(plain) && mask->visible)
+    if (kind != FN(plain) &&mask->visible)
         score = V(below)(score, V(set1)((REAL)(mask->key + k)), V(load)(mask->visible + v * V(lanes)));
     return score;
 }

@@ -29,10 +29,10 @@
 #define SUFFIX f64
 #define REAL_DTYPE MHA_F64
 #define REAL_HIGHEST DBL_MAX
-#define EXP2_COEFFICIENTS                                                                          \
-    0x1.58566fe5ab70ap-31, 0x1.c2c4781f7a633p-28, 0x1.b85f42f1e6966p-24, 0x1.628f3580bf4b8p-20,    \
-        0x1.ffcfc6aa0fa7bp-17, 0x1.4308fa1dce4b1p-13, 0x1.5d87ff4d22874p-10, 0x1.3b2ab6f73415ep-7, \
-        0x1.c6b08d7065838p-5, 0x1.ebfbdff82c04bp-3, 0x1.62e42fefa39f5p-1, 1.0
+#define EXP2_COEFFICIENTS                                                                                              \
+    0x1.58566fe5ab70ap-31, 0x1.c2c4781f7a633p-28, 0x1.b85f42f1e6966p-24, 0x1.628f3580bf4b8p-20, 0x1.ffcfc6aa0fa7bp-17, \
+        0x1.4308fa1dce4b1p-13, 0x1.5d87ff4d22874p-10, 0x1.3b2ab6f73415ep-7, 0x1.c6b08d7065838p-5,                      \
+        0x1.ebfbdff82c04bp-3, 0x1.62e42fefa39f5p-1, 1.0
 #include "kernels_tmpl.h"
 #undef REAL
 #undef SUFFIX

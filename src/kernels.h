@@ -67,7 +67,7 @@ typedef struct mha_affine {
 
 typedef struct mha_kernels {
     mha_tiles tiles;
-    int64_t (*scratch_bytes)(const mha_task *task); /* per thread, for tasks of up to max_rows rows */
+    int64_t (*scratch_bytes)(const mha_task *task);            /* per thread, for tasks of up to max_rows rows */
     void (*open_scratch)(const mha_task *task, void *scratch); /* before a thread's first task */
     int64_t (*state_bytes)(const mha_task *task);
     void (*attend_panels)(const mha_task *task, void *scratch);
@@ -75,13 +75,14 @@ typedef struct mha_kernels {
     /* Folds the states of splits [split_begin, split_end) that lie one after the other, normalises and writes the rows. */
     void (*merge)(const mha_task *task, void *states, void *scratch);
     void (*panel_weights)(const mha_task *task, void *scratch);
-    void (*affine)(const mha_affine *affine, void *scratch); /* scratch: rows * depth numbers where x is not read in place */
+    void (*affine)(const mha_affine *affine,
+                   void *scratch); /* scratch: rows * depth numbers where x is not read in place */
     void (*pack_weight)(void *packed, const mha_matrix *weight, int64_t depth, int64_t cols, int64_t tile);
     void (*exp2)(const void *src, void *dst, int64_t count);
 } mha_kernels;
 
 /* One table for float32 and one for float64, indexed by mha_dtype. */
 extern const mha_kernels *const mha_kernels_scalar[2], *const mha_kernels_neon[2], *const mha_kernels_avx2[2],
-    *const mha_kernels_avx512[2];
+                                                                                       *const mha_kernels_avx512[2];
 
 #endif

@@ -173,7 +173,8 @@ static void project_rows(const layer_plan *plan, int m, int64_t first, int64_t e
     int even = x->lead[0] == len * x->row && map->out_batch == len * map->out_row;
     while (first < end) {
         int64_t b = first / len, i = first % len, last = mha_min(end, (b + 1) * len), read = rows_read(plan, m, b);
-        while (even && read == len && last < end && rows_read(plan, m, last / len) == len) last = mha_min(end, last + len);
+        while (even && read == len && last < end && rows_read(plan, m, last / len) == len)
+            last = mha_min(end, last + len);
         a->rows = (read == len ? last : mha_min(last, b * len + read)) - first;
         a->x.data = x->data + (b * x->lead[0] + i * x->row) * mha_item_bytes(x->dtype);
         a->out = map->out + (b * map->out_batch + i * map->out_row) * plan->item;
@@ -191,10 +192,15 @@ static void project(const layer_plan *plan, int m, int64_t t, int thread)
     const map *map = &plan->maps[m];
     const mha_linear *linear = &map->linear;
     int64_t block = t / map->column_blocks, column = t % map->column_blocks * COLUMN_TILES * plan->col_tile;
-    mha_affine a = {.x = {NULL, linear->x.dtype, linear->x.row, linear->x.col}, .bias = linear->bias,
-                    .weight = map->packed ? map->packed : linear->weight.data, .packed = map->packed != NULL,
-                    .depth = linear->depth, .weight_row = linear->weight.row, .out_row = map->out_row,
-                    .col_begin = column, .col_end = mha_min(linear->cols, column + COLUMN_TILES * plan->col_tile)};
+    mha_affine a = {.x = {NULL, linear->x.dtype, linear->x.row, linear->x.col},
+                    .bias = linear->bias,
+                    .weight = map->packed ? map->packed : linear->weight.data,
+                    .packed = map->packed != NULL,
+                    .depth = linear->depth,
+                    .weight_row = linear->weight.row,
+                    .out_row = map->out_row,
+                    .col_begin = column,
+                    .col_end = mha_min(linear->cols, column + COLUMN_TILES * plan->col_tile)};
     project_rows(plan, m, block * ROWS, mha_min(map->rows, (block + 1) * ROWS), &a, thread);
 }
 

@@ -9,12 +9,12 @@ typedef struct FN(panel) {
     const mha_row *rows;
     int64_t num_rows;
     int vecs;
-    int shared_mask;               /* all rows read one mask row */
-    int64_t visible, all_visible;  /* some row, or every row, sees keys below this one (masks aside) */
+    int shared_mask;                          /* all rows read one mask row */
+    int64_t visible, all_visible;             /* some row, or every row, sees keys below this one (masks aside) */
     int64_t vec_visible[V(panel) / V(lanes)]; /* some row of a vector does */
     const REAL *query;
-    const mha_ahead *ahead;        /* NULL: another panel of the task asks */
-    int64_t ahead_rows;            /* per tile of keys */
+    const mha_ahead *ahead; /* NULL: another panel of the task asks */
+    int64_t ahead_rows;     /* per tile of keys */
 } FN(panel);
 
 static void FN(add_run)(FN(run) *runs, int *num_runs, int64_t first, int64_t count)
@@ -65,8 +65,7 @@ static void FN(transpose_bias)(REAL *bias, const REAL *const *from, int64_t coun
         int64_t keys = FN(min)(count - k, V(lanes));
         VEC r[V(lanes)];
         uint32_t seen = 0;
-        if (keys == V(lanes))
-            UNROLL for (int i = 0; i < V(lanes); i++) r[i] = V(load)(from[i] + k);
+        if (keys == V(lanes)) UNROLL for (int i = 0; i < V(lanes); i++) r[i] = V(load)(from[i] + k);
         else
             UNROLL for (int i = 0; i < V(lanes); i++) r[i] = V(load_n)(from[i] + k, keys);
         UNROLL for (int i = 0; i < V(lanes); i++) seen |= V(visible_bits)(r[i]);

@@ -97,8 +97,9 @@ mha_status mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
     plan->few = plan->rows <= MHA_FEW_ROWS;
     mha_tiles tiles = plan->kernels->tiles;
     /* Rows at least 2 KiB apart of many keys meet in the same cache sets and in few pages of the TLB. */
-    int far = (p->key.row * mha_item_bytes(p->key.dtype) >= 2048 || p->value.row * mha_item_bytes(p->value.dtype) >= 2048) &&
-              p->kv_len >= 4 * MHA_KEY_SPLIT && !plan->few;
+    int far =
+        (p->key.row * mha_item_bytes(p->key.dtype) >= 2048 || p->value.row * mha_item_bytes(p->value.dtype) >= 2048) &&
+        p->kv_len >= 4 * MHA_KEY_SPLIT && !plan->few;
     int packs = far || p->key.dtype != p->dtype || p->value.dtype != p->dtype || p->key.col != 1 || p->value.col != 1 ||
                 p->value_dim % tiles.lanes;
     int64_t panels = plan->few ? 1 : mha_divide_up(plan->rows, tiles.panel);
@@ -110,13 +111,20 @@ mha_status mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
     plan->tasks = mha_saturating(mha_saturating(plan->batches, p->num_kv_heads), plan->row_tasks);
     plan->split_tasks = plan->threads > 1 && plan->splits > 1 && plan->tasks < 4 * (int64_t)plan->threads;
     if (plan->split_tasks) plan->tasks *= plan->splits;
-    plan->shared = (mha_task){
-        .scale = p->scale, .kv_len = p->kv_len, .head_dim = p->head_dim, .value_dim = p->value_dim,
-        .max_rows = plan->rows_per_task, .query_dtype = p->query.dtype, .mask_dtype = p->mask.dtype,
-        .has_mask = p->mask.data != NULL, .pack_keys = far, .query_col = p->query.col, .mask_col = p->mask.col,
-        .out_col = p->out.col,
-        .key = {NULL, p->key.dtype, p->key.row, p->key.col},
-        .value = {NULL, p->value.dtype, p->value.row, p->value.col}};
+    plan->shared = (mha_task){.scale = p->scale,
+                              .kv_len = p->kv_len,
+                              .head_dim = p->head_dim,
+                              .value_dim = p->value_dim,
+                              .max_rows = plan->rows_per_task,
+                              .query_dtype = p->query.dtype,
+                              .mask_dtype = p->mask.dtype,
+                              .has_mask = p->mask.data != NULL,
+                              .pack_keys = far,
+                              .query_col = p->query.col,
+                              .mask_col = p->mask.col,
+                              .out_col = p->out.col,
+                              .key = {NULL, p->key.dtype, p->key.row, p->key.col},
+                              .value = {NULL, p->value.dtype, p->value.row, p->value.col}};
     plan->state_bytes = plan->kernels->state_bytes(&plan->shared);
     plan->scratch_bytes = plan->kernels->scratch_bytes(&plan->shared);
     plan->bytes = layout(plan);
@@ -167,7 +175,8 @@ static void fill_pointers(const mha_plan *plan, mha_task *task, size_t field, co
 static void fill_rows(const mha_plan *plan, mha_task *task, int64_t batch, int64_t kv_head, int64_t first)
 {
     const mha_params *p = plan->p;
-    const int64_t *length = p->lengths.data ? (const int64_t *)at(&p->lengths, lead_offset(p, &p->lengths, batch)) : NULL;
+    const int64_t *length =
+        p->lengths.data ? (const int64_t *)at(&p->lengths, lead_offset(p, &p->lengths, batch)) : NULL;
     const int64_t *offset = p->causal ? (const int64_t *)at(&p->offset, lead_offset(p, &p->offset, batch)) : NULL;
     int64_t i = first / plan->group, member = first % plan->group;
     task->num_rows = mha_min(plan->rows - first, plan->rows_per_task);
@@ -391,7 +400,8 @@ mha_status mha_forward(const mha_params *params, void *workspace, int64_t worksp
     if (!plan.tasks) return MHA_OK;
     if (!workspace || plan.bytes < 0 || workspace_bytes < plan.bytes) return MHA_ERR_WORKSPACE;
     mha_place_plan(&plan, (char *)workspace + (64 - (uintptr_t)workspace % 64) % 64);
-    mha_run(&(mha_job){&plan, plan.threads, MHA_ATTENTION_PHASES, mha_attention_start, mha_attention_tasks, mha_attention_task});
+    mha_run(&(mha_job){&plan, plan.threads, MHA_ATTENTION_PHASES, mha_attention_start, mha_attention_tasks,
+                       mha_attention_task});
     return MHA_OK;
 }
 

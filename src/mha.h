@@ -37,9 +37,9 @@ typedef struct mha_params {
     int64_t lead_ndim, lead_shape[MHA_MAX_LEAD];
     int64_t num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim;
     mha_array query, key, value; /* MHA_F32 or MHA_F64; (*lead, heads, len, depth) */
-    mha_array mask;              /* MHA_BOOL (nonzero = may attend), MHA_F32 or MHA_F64 (added); (*lead, heads, q_len, kv_len) */
-    mha_array lengths;           /* MHA_I64 (*lead, q_len): query i sees key j only if j < length */
-    mha_array offset;            /* MHA_I64 (*lead) */
+    mha_array mask;    /* MHA_BOOL (nonzero = may attend), MHA_F32 or MHA_F64 (added); (*lead, heads, q_len, kv_len) */
+    mha_array lengths; /* MHA_I64 (*lead, q_len): query i sees key j only if j < length */
+    mha_array offset;  /* MHA_I64 (*lead) */
     mha_array out, lse, weights; /* (*lead, heads, q_len, value_dim | none | kv_len) */
 } mha_params;
 

@@ -52,7 +52,7 @@ static void FN(pack_query_lanes)(REAL *dst, int64_t dst_row, const mha_task *tas
     for (int64_t e = 0; e < head_dim; e += V(lanes)) {
         int64_t depth = head_dim - e < V(lanes) ? head_dim - e : V(lanes);
         VEC r[V(lanes)];
-        UNROLL for (int i = 0; i < V(lanes); i++)
+    UNROLL for (int i = 0; i < V(lanes); i++)
             r[i] = i >= count ? V(zero)() : depth == V(lanes) ? V(load)(from[i] + e) : V(load_n)(from[i] + e, depth);
         V(transpose)(r);
         UNROLL for (int i = 0; i < V(lanes); i++)

@@ -20,8 +20,8 @@ MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix)
 
 /* whole_vectors: the kernel reads whole vectors of values, so rows that are none are packed. careful: non-finite values
  * are replaced by 0, see add_non_finite. */
-static FN(block) FN(open_block)(const mha_task *task, FN(scratch) *s, int64_t first, int64_t end, int whole_vectors,
-                                int careful)
+static FN(block)
+    FN(open_block)(const mha_task *task, FN(scratch) *s, int64_t first, int64_t end, int whole_vectors, int careful)
 {
     FN(block) block = {first, end - first, s->keys, s->values, s->few_row, s->out_row};
     if (FN(in_place)(task, &task->key)) {
@@ -86,8 +86,12 @@ static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel
                 vecs = 1;
                 continue;
             }
-            FN(tile_mask) mask = {s->bits ? s->bits + k : NULL, block_keys, lane, task->has_mask && !s->bits,
-                                  border ? s->visible + lane : NULL, k};
+            FN(tile_mask) mask = {.bits = s->bits ? s->bits + k : NULL,
+                                  .bits_row = block_keys,
+                                  .lane = lane,
+                                  .is_bias = task->has_mask && !s->bits,
+                                  .visible = border ? s->visible + lane : NULL,
+                                  .key = k};
             FN(score_keys)(keys, vecs, panel->query + strip * V(lanes) * task->head_dim + (v - strip) * V(lanes),
                            block->keys + k * block->key_row, block->key_row, task->head_dim,
                            border || task->has_mask ? &mask : NULL, s->scores + k * V(panel) + lane,
@@ -138,8 +142,7 @@ static int FN(block_scores)(const mha_task *task, FN(scratch) *s, const FN(panel
             s->visible[i] = (REAL)FN(max)(FN(min)(visible, MHA_KEY_BLOCK), 0);
         }
     int num_runs = FN(mask_block)(task, s, panel, block->first, count, runs);
-    for (int n = 0; n < num_runs; n++)
-        FN(score_panel)(task, s, panel, block, runs[n].first, runs[n].count, count);
+    for (int n = 0; n < num_runs; n++) FN(score_panel)(task, s, panel, block, runs[n].first, runs[n].count, count);
     return num_runs;
 }
 
@@ -157,8 +160,7 @@ MHA_INLINE VEC FN(exponentials)(REAL *scores, const FN(run) *runs, int num_runs,
     VEC sum[4] = {V(zero)(), V(zero)(), V(zero)(), V(zero)()};
     for (int n = 0; n < num_runs; n++) {
         int64_t k = runs[n].first, end = k + runs[n].count, seen = FN(min)(end, visible);
-        for (; k + 4 <= seen; k += 4)
-            UNROLL for (int i = 0; i < 4; i++)
+        for (; k + 4 <= seen; k += 4) UNROLL for (int i = 0; i < 4; i++)
                 sum[i] = V(add)(sum[i], FN(exponential)(scores + (k + i) * V(panel), m));
         UNROLL for (int i = 0; i < 3; i++)
             if (k + i < seen) sum[i] = V(add)(sum[i], FN(exponential)(scores + (k + i) * V(panel), m));

@@ -8,18 +8,18 @@ typedef struct FN(state) {
 } FN(state);
 
 typedef struct FN(scratch) {
-    int64_t out_row;              /* value_dim rounded up to whole vectors */
-    int64_t few_row;              /* head_dim rounded up, for the few-query kernel */
+    int64_t out_row; /* value_dim rounded up to whole vectors */
+    int64_t few_row; /* head_dim rounded up, for the few-query kernel */
     REAL *query[MHA_PANELS_PER_PACK];
     FN(state) split[MHA_PANELS_PER_PACK], total[MHA_PANELS_PER_PACK];
-    int64_t score_row;            /* keys of a block and 3 more, rounded up, for the few-query kernel */
-    REAL *scores;                 /* [keys of a block][panel], or [rows][score_row] */
-    REAL *block_max;              /* [panel] */
-    REAL *alpha, *visible;        /* [panel] */
-    REAL *keys, *values;          /* a packed block */
-    REAL *mask_rows;              /* [lanes][keys of a block], converted */
-    REAL *converted;              /* [lanes][head_dim] */
-    uint16_t *bits;               /* [panel / 16][keys of a block]: a bit a query */
+    int64_t score_row;     /* keys of a block and 3 more, rounded up, for the few-query kernel */
+    REAL *scores;          /* [keys of a block][panel], or [rows][score_row] */
+    REAL *block_max;       /* [panel] */
+    REAL *alpha, *visible; /* [panel] */
+    REAL *keys, *values;   /* a packed block */
+    REAL *mask_rows;       /* [lanes][keys of a block], converted */
+    REAL *converted;       /* [lanes][head_dim] */
+    uint16_t *bits;        /* [panel / 16][keys of a block]: a bit a query */
 } FN(scratch);
 
 MHA_INLINE int64_t FN(round_up)(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }

@@ -10,8 +10,8 @@ static void FN(clear)(FN(state) *state, int64_t rows)
 }
 
 /* One row of total becomes the merge of total and part, keys of part behind those of total. */
-static void FN(fold_row)(int64_t out_row, REAL *total_out, REAL *total_max, REAL *total_sum,
-                         const REAL *part_out, REAL part_max, REAL part_sum)
+static void FN(fold_row)(int64_t out_row, REAL *total_out, REAL *total_max, REAL *total_sum, const REAL *part_out,
+                         REAL part_max, REAL part_sum)
 {
     if (part_sum == 0) return;
     if (*total_sum == 0) {
@@ -33,8 +33,8 @@ static void FN(fold_row)(int64_t out_row, REAL *total_out, REAL *total_max, REAL
 static void FN(fold)(int64_t rows, int64_t out_row, FN(state) *total, const FN(state) *part)
 {
     for (int64_t r = 0; r < rows; r++)
-        FN(fold_row)(out_row, total->out + r * out_row, total->row_max + r, total->row_sum + r,
-                     part->out + r * out_row, part->row_max[r], part->row_sum[r]);
+        FN(fold_row)(out_row, total->out + r * out_row, total->row_max + r, total->row_sum + r, part->out + r * out_row,
+                     part->row_max[r], part->row_sum[r]);
 }
 
 /* Whether a query may see a key, from the masks alone. */
@@ -69,7 +69,8 @@ static void FN(write_row)(const mha_task *task, REAL *dst, const REAL *out, REAL
 }
 
 /* Normalises and writes the rows of one panel. */
-static void FN(finish)(const mha_task *task, const mha_row *rows, int64_t count, int64_t out_row, const FN(state) *state)
+static void FN(finish)(const mha_task *task, const mha_row *rows, int64_t count, int64_t out_row,
+                       const FN(state) *state)
 {
     for (int64_t r = 0; r < count; r++) {
         REAL sum = state->row_sum[r];
@@ -127,7 +128,8 @@ static void FN(add_non_finite)(const mha_task *task, const mha_row *rows, int64_
             const char *value = task->value.data + key * task->value.row * FN(item_bytes)(task->value.dtype);
             for (int64_t c = 0; c < task->value_dim; c++) {
                 REAL x;
-                FN(convert)(&x, value + c * task->value.col * FN(item_bytes)(task->value.dtype), task->value.dtype, 1, 1);
+                FN(convert)(&x, value + c * task->value.col * FN(item_bytes)(task->value.dtype), task->value.dtype, 1,
+                            1);
                 if (x - x == 0) continue;
                 for (int64_t r = 0; r < count; r++)
                     if (FN(sees)(task, rows + r, key)) out[r * out_row + c] += weights[r * row_step + k * key_step] * x;

@@ -15,10 +15,20 @@ typedef __m256d vec_f64;
 /* Scores: 6 keys x 2 vectors of queries, 12 accumulators + 2 queries + 1 broadcast. Output: 6 queries x 2 vectors of
  * columns, 12 + 2 + 1. Few queries: 4 keys x 2 queries, 8 + 2 + 4. */
 enum {
-    vec_f32_lanes = 8, vec_f32_key_tile = 6, vec_f32_query_vecs = 2, vec_f32_panel = 48,
-    vec_f32_row_tile = 6, vec_f32_col_vecs = 2, vec_f32_few_rows = 2,
-    vec_f64_lanes = 4, vec_f64_key_tile = 6, vec_f64_query_vecs = 2, vec_f64_panel = 24,
-    vec_f64_row_tile = 6, vec_f64_col_vecs = 2, vec_f64_few_rows = 2
+    vec_f32_lanes = 8,
+    vec_f32_key_tile = 6,
+    vec_f32_query_vecs = 2,
+    vec_f32_panel = 48,
+    vec_f32_row_tile = 6,
+    vec_f32_col_vecs = 2,
+    vec_f32_few_rows = 2,
+    vec_f64_lanes = 4,
+    vec_f64_key_tile = 6,
+    vec_f64_query_vecs = 2,
+    vec_f64_panel = 24,
+    vec_f64_row_tile = 6,
+    vec_f64_col_vecs = 2,
+    vec_f64_few_rows = 2
 };
 
 MHA_INLINE __m256i vec_f32_first(int64_t n)
@@ -62,10 +72,7 @@ MHA_INLINE uint32_t vec_f32_visible_bits(vec_f32 score)
 }
 MHA_INLINE int vec_f32_any_nan(vec_f32 a) { return _mm256_movemask_ps(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)) != 0; }
 MHA_INLINE vec_f32 vec_f32_domain(vec_f32 x) { return _mm256_max_ps(_mm256_set1_ps(-127), x); }
-MHA_INLINE vec_f32 vec_f32_floor(vec_f32 x)
-{
-    return _mm256_round_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-}
+MHA_INLINE vec_f32 vec_f32_floor(vec_f32 x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
 MHA_INLINE vec_f32 vec_f32_frac(vec_f32 x) { return _mm256_sub_ps(x, vec_f32_floor(x)); }
 MHA_INLINE vec_f32 vec_f32_scale2(vec_f32 p, vec_f32 x)
 {

@@ -14,10 +14,20 @@ typedef __m512d vec_f64;
 /* Scores: 8 keys x 3 vectors of queries, 24 accumulators + 3 queries + 1 broadcast. Output: 6 queries x 4 vectors of
  * columns, 24 + 4 + 1. Few queries: 4 keys x 4 queries, 16 + 4 + 4. */
 enum {
-    vec_f32_lanes = 16, vec_f32_key_tile = 8, vec_f32_query_vecs = 3, vec_f32_panel = 48,
-    vec_f32_row_tile = 6, vec_f32_col_vecs = 4, vec_f32_few_rows = 4,
-    vec_f64_lanes = 8, vec_f64_key_tile = 8, vec_f64_query_vecs = 3, vec_f64_panel = 24,
-    vec_f64_row_tile = 6, vec_f64_col_vecs = 4, vec_f64_few_rows = 4
+    vec_f32_lanes = 16,
+    vec_f32_key_tile = 8,
+    vec_f32_query_vecs = 3,
+    vec_f32_panel = 48,
+    vec_f32_row_tile = 6,
+    vec_f32_col_vecs = 4,
+    vec_f32_few_rows = 4,
+    vec_f64_lanes = 8,
+    vec_f64_key_tile = 8,
+    vec_f64_query_vecs = 3,
+    vec_f64_panel = 24,
+    vec_f64_row_tile = 6,
+    vec_f64_col_vecs = 4,
+    vec_f64_few_rows = 4
 };
 
 MHA_INLINE __mmask16 vec_f32_first(int64_t n) { return (__mmask16)((1u << n) - 1); }

@@ -15,10 +15,20 @@ typedef float64x2_t vec_f64;
 /* Scores: 8 keys x 3 vectors of queries, 24 accumulators + 3 queries + 1 broadcast. Output: 6 queries x 4 vectors of
  * columns, 24 + 4 + 1. Few queries: 4 keys x 4 queries, 16 + 4 + 4. */
 enum {
-    vec_f32_lanes = 4, vec_f32_key_tile = 8, vec_f32_query_vecs = 3, vec_f32_panel = 48,
-    vec_f32_row_tile = 6, vec_f32_col_vecs = 4, vec_f32_few_rows = 4,
-    vec_f64_lanes = 2, vec_f64_key_tile = 8, vec_f64_query_vecs = 3, vec_f64_panel = 24,
-    vec_f64_row_tile = 6, vec_f64_col_vecs = 4, vec_f64_few_rows = 4
+    vec_f32_lanes = 4,
+    vec_f32_key_tile = 8,
+    vec_f32_query_vecs = 3,
+    vec_f32_panel = 48,
+    vec_f32_row_tile = 6,
+    vec_f32_col_vecs = 4,
+    vec_f32_few_rows = 4,
+    vec_f64_lanes = 2,
+    vec_f64_key_tile = 8,
+    vec_f64_query_vecs = 3,
+    vec_f64_panel = 24,
+    vec_f64_row_tile = 6,
+    vec_f64_col_vecs = 4,
+    vec_f64_few_rows = 4
 };
 
 MHA_INLINE vec_f32 vec_f32_zero(void) { return vdupq_n_f32(0); }
@@ -55,7 +65,8 @@ MHA_INLINE vec_f32 vec_f32_keep_bits(vec_f32 score, uint32_t bits)
 }
 MHA_INLINE vec_f32 vec_f32_add_bias(vec_f32 score, vec_f32 bias)
 {
-    return vbslq_f32(vceqq_f32(bias, vdupq_n_f32(-INFINITY)), bias, vmaxq_f32(vdupq_n_f32(LOWEST_F32), vaddq_f32(score, bias)));
+    return vbslq_f32(vceqq_f32(bias, vdupq_n_f32(-INFINITY)), bias,
+                     vmaxq_f32(vdupq_n_f32(LOWEST_F32), vaddq_f32(score, bias)));
 }
 MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score)
 {
@@ -125,7 +136,8 @@ MHA_INLINE vec_f64 vec_f64_keep_bits(vec_f64 score, uint32_t bits)
 }
 MHA_INLINE vec_f64 vec_f64_add_bias(vec_f64 score, vec_f64 bias)
 {
-    return vbslq_f64(vceqq_f64(bias, vdupq_n_f64(-INFINITY)), bias, vmaxq_f64(vdupq_n_f64(LOWEST_F64), vaddq_f64(score, bias)));
+    return vbslq_f64(vceqq_f64(bias, vdupq_n_f64(-INFINITY)), bias,
+                     vmaxq_f64(vdupq_n_f64(LOWEST_F64), vaddq_f64(score, bias)));
 }
 MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
 {

@@ -15,10 +15,20 @@ typedef double vec_f64;
 
 /* Scores: 4 keys x 2 queries, 8 accumulators + 2 queries + 1 key in 16 registers; output: 4 queries x 2 columns. */
 enum {
-    vec_f32_lanes = 1, vec_f32_key_tile = 4, vec_f32_query_vecs = 2, vec_f32_panel = 16,
-    vec_f32_row_tile = 4, vec_f32_col_vecs = 2, vec_f32_few_rows = 2,
-    vec_f64_lanes = 1, vec_f64_key_tile = 4, vec_f64_query_vecs = 2, vec_f64_panel = 16,
-    vec_f64_row_tile = 4, vec_f64_col_vecs = 2, vec_f64_few_rows = 2
+    vec_f32_lanes = 1,
+    vec_f32_key_tile = 4,
+    vec_f32_query_vecs = 2,
+    vec_f32_panel = 16,
+    vec_f32_row_tile = 4,
+    vec_f32_col_vecs = 2,
+    vec_f32_few_rows = 2,
+    vec_f64_lanes = 1,
+    vec_f64_key_tile = 4,
+    vec_f64_query_vecs = 2,
+    vec_f64_panel = 16,
+    vec_f64_row_tile = 4,
+    vec_f64_col_vecs = 2,
+    vec_f64_few_rows = 2
 };
 
 MHA_INLINE vec_f32 vec_f32_zero(void) { return 0; }
@@ -44,10 +54,7 @@ MHA_INLINE vec_f32 vec_f32_add_bias(vec_f32 score, vec_f32 bias)
 {
     return bias == (float)-INFINITY ? bias : vec_f32_max(LOWEST_F32, score + bias);
 }
-MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score)
-{
-    return score == (float)-INFINITY ? 0 : weight;
-}
+MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score) { return score == (float)-INFINITY ? 0 : weight; }
 MHA_INLINE uint32_t vec_f32_visible_bits(vec_f32 score) { return score != (float)-INFINITY; }
 MHA_INLINE int vec_f32_any_nan(vec_f32 a) { return a != a; }
 MHA_INLINE vec_f32 vec_f32_domain(vec_f32 x) { return vec_f32_max(-127, x); }
