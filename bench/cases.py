@@ -1,4 +1,4 @@
-"""The named cases: their sizes, their arrays and the work they hold. Benchmarks and tests share them."""
+"""The named cases: their sizes, their arrays, the work they hold and what bounds it. Benchmarks and tests share them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -23,6 +23,15 @@ class Case:
     ragged: bool = False  # valid_lens between an eighth and the whole of kv_len
     mask: str = ""  # "", "bool" (q_len, kv_len), "bias" (1, num_heads, q_len, kv_len)
     layout: str = "bhld"
+    level: str = ""  # the instruction set that mha_fast is told to use; "": its own choice
+    threads: int = 0  # of every contestant; 0: those of the run
+
+    @property
+    def limit(self):
+        """What bounds the fastest possible call: "call" (its overhead), "read" (memory) or "fma" (arithmetic)."""
+        if self.flops() < 2e6:
+            return "call"
+        return "read" if self.q_len == 1 else "fma"
 
     @property
     def kv_heads(self):
@@ -47,6 +56,16 @@ class Case:
             pairs = float(seen.sum())
         projections = 4 * 2.0 * self.batch * self.q_len * self.num_hiddens**2 if self.kind == "layer" else 0.0
         return 4.0 * self.num_heads * self.head_dim * pairs + projections
+
+    def kv_bytes(self):
+        """Bytes of the keys and values that somebody sees, each counted once."""
+        return 2.0 * self.kv_heads * self.head_dim * np.dtype(self.dtype).itemsize * float(self.lengths().sum())
+
+    def limit_seconds(self, fma_gflops, read_gbs):
+        """The shortest time that the machine allows; fma_gflops is of float32."""
+        peak = fma_gflops * (0.5 if self.dtype == "float64" else 1) * 1e9
+        reading = self.kv_bytes() / (read_gbs * 1e9) if self.limit == "read" else 0.0
+        return max(self.flops() / peak, reading)
 
     def arrays(self):
         """query, key, value and options of scaled_dot_product_attention; for a layer its input, weights and options."""
@@ -117,27 +136,42 @@ CASES = [
     Case("tiny-16", 1, 4, 16, 16, 64),
     Case("prefill-128-d64", 8, 12, 128, 128, 64),
     Case("prefill-512-d64", 8, 12, 512, 512, 64),
-    Case("prefill-512-d32", 8, 12, 512, 512, 32),
-    Case("prefill-512-d80", 8, 12, 512, 512, 80),
+    Case("prefill-2048-d64", 1, 8, 2048, 2048, 64),
+    Case("prefill-4096-d64", 1, 8, 4096, 4096, 64),
+    Case("prefill-128-d128", 8, 8, 128, 128, 128),
+    Case("prefill-512-d128", 8, 8, 512, 512, 128),
+    Case("prefill-2048-d128", 1, 8, 2048, 2048, 128),
+    Case("prefill-4096-d128", 1, 8, 4096, 4096, 128),
+    *(Case(f"prefill-512-d{d}", 8, 12, 512, 512, d) for d in (20, 32, 33, 80, 96, 160, 256)),
     Case("prefill-512-blhd", 8, 12, 512, 512, 64, layout="blhd"),
     Case("prefill-512-f64", 4, 12, 512, 512, 64, dtype="float64"),
-    Case("prefill-2048-d128", 1, 8, 2048, 2048, 128),
-    Case("image-197", 16, 12, 197, 197, 64),
+    Case("vit-197", 16, 12, 197, 197, 64),
     Case("cross-64x1500", 4, 8, 64, 1500, 64),
     Case("causal-512-d64", 8, 12, 512, 512, 64, is_causal="upper_left"),
     Case("causal-2048-d64", 1, 8, 2048, 2048, 64, is_causal="upper_left"),
-    Case("causal-gqa-2048", 1, 32, 2048, 2048, 128, num_kv_heads=8, is_causal="upper_left"),
+    Case("causal-4096-d128", 1, 8, 4096, 4096, 128, is_causal="upper_left"),
+    Case("causal-gqa-2048-d128", 1, 32, 2048, 2048, 128, num_kv_heads=8, is_causal="upper_left"),
     Case("chunk-256-of-4096", 1, 16, 256, 4096, 64, is_causal="lower_right"),
     Case("ragged-512", 8, 12, 512, 512, 64, ragged=True),
     Case("bool-mask-512", 8, 12, 512, 512, 64, mask="bool"),
     Case("bias-512", 8, 12, 512, 512, 64, mask="bias"),
-    Case("long-8192", 1, 4, 8192, 8192, 64),
     Case("decode-4096", 1, 32, 1, 4096, 128),
     Case("decode-4096-gqa", 4, 32, 1, 4096, 128, num_kv_heads=8),
     Case("decode-32768-gqa", 1, 32, 1, 32768, 128, num_kv_heads=8),
     Case("layer-article-f64", 2, 5, 4, 4, 20, kind="layer", dtype="float64"),
+    Case("layer-minilm-32x64", 32, 12, 64, 64, 32, kind="layer"),
     Case("layer-minilm-8x128", 8, 12, 128, 128, 32, kind="layer"),
     Case("layer-bert-8x512", 8, 12, 512, 512, 64, kind="layer"),
     Case("layer-bert-ragged", 8, 12, 512, 512, 64, kind="layer", ragged=True),
+    Case("layer-1024-1x2048", 1, 16, 2048, 2048, 64, kind="layer"),
+    Case("avx2-512-d64", 8, 12, 512, 512, 64, level="avx2"),
+    Case("avx2-2048-d128", 1, 8, 2048, 2048, 128, level="avx2"),
+    Case("one-thread-article", 2, 5, 4, 6, 20, threads=1),
+    Case("one-thread-512-d64", 4, 12, 512, 512, 64, threads=1),
+    Case("one-thread-2048-d128", 1, 4, 2048, 2048, 128, threads=1),
+    Case("one-thread-causal-2048", 1, 8, 2048, 2048, 64, is_causal="upper_left", threads=1),
+    Case("one-thread-decode-4096", 1, 32, 1, 4096, 128, threads=1),
+    Case("one-thread-layer-8x128", 8, 12, 128, 128, 32, kind="layer", threads=1),
+    Case("one-thread-layer-article-f64", 2, 5, 4, 4, 20, kind="layer", dtype="float64", threads=1),
 ]
 BY_NAME = {case.name: case for case in CASES}

@@ -2,6 +2,7 @@
 
 Each function takes a case and the number of threads and returns a call without arguments, or None for what that
 library does not offer. All of them read the same arrays; what a user would prepare once is prepared outside the call.
+NumPy's own threads are those of its BLAS: whoever runs the call limits them.
 """
 
 import importlib.util
@@ -11,6 +12,7 @@ import numpy as np
 
 import mha_fast
 import mha_fast.reference
+from mha_fast import _config
 
 
 def plain_attention(query, key, value, mask=None):
@@ -58,7 +60,24 @@ def of_module(module, case):
 
 def fast(case, threads):
     mha_fast.set_num_threads(threads)
-    return of_module(mha_fast, case)
+    call = of_module(mha_fast, case)
+    return at_level(call, case.level) if case.level else call
+
+
+def at_level(call, level):
+    """The call at another level than the process's; None where this machine cannot use it."""
+    config = mha_fast.show_config()
+    if level not in config["levels_usable"]:
+        return None
+
+    def forced():
+        _config.set_level(level)
+        try:
+            return call()
+        finally:
+            _config.set_level(config["level"])
+
+    return forced
 
 
 def reference(case, threads):
@@ -108,29 +127,29 @@ def torch(case, threads):
 
 
 def onnxruntime(case, threads):
-    """Its MultiHeadAttention takes (batch, length, heads * depth) and has neither groups nor lower-right causal."""
-    if case.kind != "attention" or case.dtype != "float32" or case.mask or case.ragged:
+    """Its MultiHeadAttention takes (batch, length, heads * depth) and has neither groups nor lower-right causal: the keys
+    and values of a group are repeated outside the call. A layer is its Attention and two more nodes."""
+    if case.dtype != "float32" or case.mask or case.is_causal == "lower_right":
         return None
-    if case.is_causal == "lower_right" or case.kv_heads != case.num_heads:
+    if case.ragged and case.kind != "layer":
         return None
     import onnxruntime
-    from onnx import TensorProto, helper
+    from onnx import helper
 
-    inputs, _, _ = case.arrays()
-    by_length = [x if case.layout == "blhd" else x.swapaxes(1, 2) for x in inputs]
-    feeds = {name: x.reshape(*x.shape[:2], -1) for name, x in zip("qkv", by_length, strict=True)}
-    causal = int(case.is_causal == "upper_left")
-    node = helper.make_node(
-        "MultiHeadAttention", ["q", "k", "v"], ["o"],
-        domain="com.microsoft", num_heads=case.num_heads, unidirectional=causal,
-    )  # fmt: skip
-    declared = {n: helper.make_tensor_value_info(n, TensorProto.FLOAT, ["b", f"l{n}", "d"]) for n in "qkvo"}
-    graph = helper.make_graph([node], "attention", [declared[n] for n in "qkv"], [declared["o"]])
-    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
+    inputs, weights, _ = case.arrays()
     settings = onnxruntime.SessionOptions()
     settings.intra_op_num_threads = threads
+    model = onnx_layer(case, weights) if case.kind == "layer" else onnx_attention(case)
+    model = helper.make_model(
+        model, ir_version=9, opset_imports=[helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
+    )
     session = onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+    if case.kind == "layer":
+        feeds = {"x": inputs[0]} | ({"lengths": case.lengths().astype(np.int32)} if case.ragged else {})
+        return lambda: session.run(["o"], feeds)[0]
+    by_length = [x if case.layout == "blhd" else x.swapaxes(1, 2) for x in inputs]
+    by_length[1:] = [np.repeat(x, case.num_heads // case.kv_heads, axis=2) for x in by_length[1:]]
+    feeds = {name: x.reshape(*x.shape[:2], -1) for name, x in zip("qkv", by_length, strict=True)}
     shape = (case.batch, case.q_len, case.num_heads, case.head_dim)
 
     def call():
@@ -138,6 +157,39 @@ def onnxruntime(case, threads):
         return result if case.layout == "blhd" else result.swapaxes(1, 2)
 
     return call
+
+
+def onnx_attention(case):
+    from onnx import TensorProto, helper
+
+    causal = int(case.is_causal == "upper_left")
+    node = helper.make_node(
+        "MultiHeadAttention", list("qkv"), ["o"],
+        domain="com.microsoft", num_heads=case.num_heads, unidirectional=causal,
+    )  # fmt: skip
+    declared = {n: helper.make_tensor_value_info(n, TensorProto.FLOAT, ["b", f"l{n}", "d"]) for n in "qkvo"}
+    return helper.make_graph([node], "attention", [declared[n] for n in "qkv"], [declared["o"]])
+
+
+def onnx_layer(case, weights):
+    """The weights are constants of the graph, as in an exported model."""
+    from onnx import TensorProto, helper, numpy_helper
+
+    constants = {"w": np.concatenate([weights[f"W_{n}"] for n in "qkv"], axis=1), "w_o": weights["W_o"]}
+    constants |= {"b": np.concatenate([weights[f"b_{n}"] for n in "qkv"]), "b_o": weights["b_o"]}
+    lengths = ["lengths"] if case.ragged else []
+    nodes = [
+        helper.make_node(
+            "Attention", ["x", "w", "b", *lengths], ["joined"], domain="com.microsoft", num_heads=case.num_heads
+        ),
+        helper.make_node("MatMul", ["joined", "w_o"], ["product"]),
+        helper.make_node("Add", ["product", "b_o"], ["o"]),
+    ]
+    given = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["b", "l", "d"])]
+    given += [helper.make_tensor_value_info(n, TensorProto.INT32, ["b"]) for n in lengths]
+    made = [helper.make_tensor_value_info("o", TensorProto.FLOAT, ["b", "l", "d"])]
+    held = [numpy_helper.from_array(np.ascontiguousarray(array), name) for name, array in constants.items()]
+    return helper.make_graph(nodes, "layer", given, made, initializer=held)
 
 
 CONTESTANTS = {"mha_fast": fast, "plain": plain, "reference": reference}

@@ -104,7 +104,7 @@ cdef void leave_out(mha_params *p) noexcept:
 
 
 cdef int resolve_threads(object num_threads) except -1:
-    """The thread count of a call: the argument, else the default, capped where threadpoolctl has lowered OpenMP's maximum."""
+    """The thread count of a call: the argument, else the default, capped where OpenMP's maximum was lowered."""
     cdef int threads, most
     if num_threads is not None:
         return num_threads
@@ -170,7 +170,8 @@ cdef int run_layer(mha_layer *layer) except -1:
 cdef int check(mha_status status) except -1:
     if status != MHA_OK:
         names = {MHA_ERR_ISA: "level", MHA_ERR_SHAPE: "shape", MHA_ERR_DTYPE: "dtype"}
-        raise RuntimeError(f"the C core refused a checked call: {names.get(status, 'workspace')}; this is a bug in mha_fast")
+        what = names.get(status, "workspace")
+        raise RuntimeError(f"the C core refused a checked call: {what}; this is a bug in mha_fast")
     return 0
 
 
@@ -274,7 +275,9 @@ cdef bint plain_lengths(mha_array *a, object lengths, mha_params *p) noexcept:
     return True
 
 
-cdef bint plain_inputs(mha_params *p, object query, object key, object value, object layout, object enable_gqa) noexcept:
+cdef bint plain_inputs(
+    mha_params *p, object query, object key, object value, object layout, object enable_gqa
+) noexcept:
     """Describe three plain arrays of one dtype whose shapes fit without broadcasting, head axis included."""
     cdef int num, ndim, d, head, row
     cdef cnp.npy_intp *q
@@ -548,7 +551,9 @@ cdef bint plain_linear(mha_linear *linear, object x, object weight, object bias,
     return True
 
 
-cdef bint plain_layer(mha_layer *layer, object module, object queries, object keys, object values, tuple weights) except *:
+cdef bint plain_layer(
+    mha_layer *layer, object module, object queries, object keys, object values, tuple weights
+) except *:
     """Describe a call of a layer with plain arrays that fit; False where the validator has to look."""
     cdef int num
     cdef int64_t batch
@@ -556,7 +561,9 @@ cdef bint plain_layer(mha_layer *layer, object module, object queries, object ke
     num_hiddens, num_heads, num_kv_heads = module.num_hiddens, module.num_heads, module.num_kv_heads
     if not (type(num_hiddens) is int and type(num_heads) is int and type(num_kv_heads) is int):
         return False
-    if not (0 < num_kv_heads <= num_heads <= num_hiddens < 1 << 30) or num_hiddens % num_heads or num_heads % num_kv_heads:
+    if not (0 < num_kv_heads <= num_heads <= num_hiddens < 1 << 30):
+        return False
+    if num_hiddens % num_heads or num_heads % num_kv_heads:
         return False
     if not cnp.PyArray_CheckExact(queries):
         return False
@@ -643,7 +650,13 @@ def tiles(int level):
     result = {}
     for name, dtype in (("float32", MHA_F32), ("float64", MHA_F64)):
         t = mha_isa_tiles(<mha_isa> level, dtype)
-        result[name] = {"lanes": t.lanes, "panel": t.panel, "key_tile": t.key_tile, "row_tile": t.row_tile, "col_tile": t.col_tile}
+        result[name] = {
+            "lanes": t.lanes,
+            "panel": t.panel,
+            "key_tile": t.key_tile,
+            "row_tile": t.row_tile,
+            "col_tile": t.col_tile,
+        }
     return result
 
 

@@ -1,4 +1,4 @@
-"""The classes on the fast path: weights and rules are the reference's, a layer's work is the core's, the FFN's NumPy's."""
+"""The classes on the fast path: the reference's weights and rules; the core does a layer's work, NumPy the FFN's."""
 
 import numpy as np
 
