@@ -1,4 +1,4 @@
-"""The named cases: their sizes, their arrays, the work they hold and what bounds it. Benchmarks and tests share them."""
+"""The named cases: sizes, arrays, the work they hold and what bounds it. Benchmarks and tests share them."""
 
 import math
 from dataclasses import dataclass, replace

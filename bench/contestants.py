@@ -127,8 +127,8 @@ def torch(case, threads):
 
 
 def onnxruntime(case, threads):
-    """Its MultiHeadAttention takes (batch, length, heads * depth) and has neither groups nor lower-right causal: the keys
-    and values of a group are repeated outside the call. A layer is its Attention and two more nodes."""
+    """Its MultiHeadAttention takes (batch, length, heads * depth) and has neither groups nor lower-right causal: a
+    group's keys and values are repeated outside the call. A layer is its Attention and two more nodes."""
     if case.dtype != "float32" or case.mask or case.is_causal == "lower_right":
         return None
     if case.ragged and case.kind != "layer":

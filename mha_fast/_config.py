@@ -85,7 +85,7 @@ def _default_level():
     return max(number for number, usable in _LEVELS.values() if usable)
 
 
-_threads_at_import = _environment_threads() or _usable_cpus()
+_threads_at_import = (_environment_threads() or _usable_cpus()) if _core.build_info()["openmp"] else 1
 num_threads = _threads_at_import
 level = _default_level()
 

@@ -43,12 +43,15 @@ void mha_attention_start(const void *plan, int thread);
 int64_t mha_attention_tasks(const void *plan, int phase);
 void mha_attention_task(const void *plan, int phase, int64_t task, int thread);
 
+/* Sizes beyond this are refused before they overflow: a workspace has fewer than 2^13 bytes a unit of depth and thread. */
+#define MHA_MAX_DEPTH (INT64_MAX >> 16)
+
 /* Below this much work on one thread, waking others costs more than it gains. */
 #define MHA_INLINE_NS 10e3
 
 static inline int64_t mha_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t mha_max(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t mha_divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int64_t mha_divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 static inline int64_t mha_align_up(int64_t n) { return mha_divide_up(n, 64) * 64; }
 static inline int64_t mha_item_bytes(mha_dtype dtype) { return dtype == MHA_BOOL ? 1 : dtype == MHA_F32 ? 4 : 8; }
 /* a * b for sizes, INT64_MAX where that is beyond an int64. */

@@ -1,4 +1,4 @@
-/* Few queries (decoding) against key blocks: vectors along the depth, every key and value read once for all rows.
+/* Few queries (decoding) against key blocks: vectors along the depth, every key and value read once for a tile of rows.
  * The same online softmax as the panels', with the scores of a row lying along the keys. Each score and each output is
  * summed in an order that depends on neither the number of rows nor the tile.
  */

@@ -2,6 +2,9 @@
  * order of depth or keys, whatever the tile, so a row has the same bits in every tile.
  */
 
+_Static_assert(V(key_tile) <= 8 && V(query_vecs) <= 3 && V(row_tile) <= 6 && V(col_vecs) <= 4 && V(few_rows) <= 4,
+               "the accumulators below are declared for these tiles");
+
 /* What hides scores of a tile, from its first key and vector on. */
 typedef struct FN(tile_mask) {
     const uint16_t *bits; /* [group of 16 lanes][bits_row] with a bit a lane, NULL where there is no bool mask */

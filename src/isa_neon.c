@@ -1,4 +1,4 @@
-/* Level neon: the only file compiled with its instruction-set flags; exports its table and nothing more. */
+/* Level neon: the architecture's baseline; exports its table and nothing more. */
 #include <math.h>
 #include <stdint.h>
 

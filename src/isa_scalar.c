@@ -1,4 +1,4 @@
-/* Level scalar: the only file compiled with its instruction-set flags; exports its table and nothing more. */
+/* Level scalar: the architecture's baseline; exports its table and nothing more. */
 #include <math.h>
 #include <stdint.h>
 

@@ -39,3 +39,8 @@
 #undef REAL_DTYPE
 #undef REAL_HIGHEST
 #undef EXP2_COEFFICIENTS
+#undef FN
+#undef VEC
+#undef V
+#undef MHA_CAT
+#undef MHA_CAT3

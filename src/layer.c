@@ -118,6 +118,7 @@ static mha_status make_layer_plan(layer_plan *plan, const mha_layer *layer, char
 
     p->out = p->query;
     p->out.data = attended;
+    p->out.head = p->value_dim;
     p->out.row = attended_row;
     p->out.lead[0] = out->linear.len * attended_row;
     out->linear.x = p->out;

@@ -19,9 +19,8 @@ typedef struct FN(panel) {
 
 static void FN(add_run)(FN(run) *runs, int *num_runs, int64_t first, int64_t count)
 {
-    FN(run) *last = runs + *num_runs - 1;
-    if (*num_runs && last->first + last->count == first) {
-        last->count += count;
+    if (*num_runs && runs[*num_runs - 1].first + runs[*num_runs - 1].count == first) {
+        runs[*num_runs - 1].count += count;
     } else {
         runs[*num_runs].first = first;
         runs[(*num_runs)++].count = count;

@@ -81,13 +81,21 @@ static int64_t layout(mha_plan *plan)
     return plan->order_bytes + states + scratch + 64;
 }
 
+static int is_real(mha_dtype dtype) { return dtype == MHA_F32 || dtype == MHA_F64; }
+
 mha_status mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
 {
     if (!mha_isa_built(p->isa)) return MHA_ERR_ISA;
-    if (p->dtype != MHA_F32 && p->dtype != MHA_F64) return MHA_ERR_DTYPE;
+    if (!is_real(p->dtype)) return MHA_ERR_DTYPE;
     if (p->num_heads < 0 || p->num_kv_heads < 0 || (p->num_kv_heads == 0 && p->num_heads > 0)) return MHA_ERR_SHAPE;
     if (p->q_len < 0 || p->kv_len < 0 || p->head_dim < 0 || p->value_dim < 0) return MHA_ERR_SHAPE;
     if (threads < 1 || p->lead_ndim < 0 || p->lead_ndim > MHA_MAX_LEAD) return MHA_ERR_SHAPE;
+    if (p->num_kv_heads && p->num_heads % p->num_kv_heads) return MHA_ERR_SHAPE;
+    if (p->causal && !p->offset.data) return MHA_ERR_SHAPE;
+    for (int64_t d = 0; d < p->lead_ndim; d++)
+        if (p->lead_shape[d] < 0) return MHA_ERR_SHAPE;
+    if (!is_real(p->query.dtype) || !is_real(p->key.dtype) || !is_real(p->value.dtype)) return MHA_ERR_DTYPE;
+    if (p->mask.data && p->mask.dtype != MHA_BOOL && !is_real(p->mask.dtype)) return MHA_ERR_DTYPE;
     plan->p = p;
     plan->kernels = levels[p->isa].kernels[p->dtype];
     plan->batches = 1;
@@ -110,7 +118,7 @@ mha_status mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
     plan->threads = threads;
     plan->tasks = mha_saturating(mha_saturating(plan->batches, p->num_kv_heads), plan->row_tasks);
     plan->split_tasks = plan->threads > 1 && plan->splits > 1 && plan->tasks < 4 * (int64_t)plan->threads;
-    if (plan->split_tasks) plan->tasks *= plan->splits;
+    if (plan->split_tasks) plan->tasks = mha_saturating(plan->tasks, plan->splits);
     plan->shared = (mha_task){.scale = p->scale,
                               .kv_len = p->kv_len,
                               .head_dim = p->head_dim,
@@ -125,6 +133,8 @@ mha_status mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
                               .out_col = p->out.col,
                               .key = {NULL, p->key.dtype, p->key.row, p->key.col},
                               .value = {NULL, p->value.dtype, p->value.row, p->value.col}};
+    plan->bytes = -1;
+    if (p->head_dim > MHA_MAX_DEPTH || p->value_dim > MHA_MAX_DEPTH || plan->batches > MHA_MAX_DEPTH) return MHA_OK;
     plan->state_bytes = plan->kernels->state_bytes(&plan->shared);
     plan->scratch_bytes = plan->kernels->scratch_bytes(&plan->shared);
     plan->bytes = layout(plan);
@@ -314,31 +324,32 @@ void mha_attention_task(const void *of, int phase, int64_t t, int thread)
     }
 }
 
-/* The one place with OpenMP: one region a call, a barrier between phases, tasks in their order to whoever is free. */
+/* The one place with OpenMP: one region a call, a barrier between phases, tasks in their order to whoever is free; without
+ * OpenMP one thread does them all. */
 void mha_run(const mha_job *job)
 {
-    if (job->threads == 1) {
-        uint64_t saved = mha_fp_enter();
-        job->start(job->plan, 0);
-        for (int phase = 0; phase < job->phases; phase++)
-            for (int64_t t = 0, tasks = job->tasks(job->plan, phase); t < tasks; t++) job->run(job->plan, phase, t, 0);
-        mha_fp_leave(saved);
+#ifdef _OPENMP
+    if (job->threads > 1) {
+#pragma omp parallel num_threads(job->threads)
+        {
+            uint64_t saved = mha_fp_enter();
+            job->start(job->plan, omp_get_thread_num());
+            for (int phase = 0; phase < job->phases; phase++) {
+                int64_t tasks = job->tasks(job->plan, phase);
+                if (!tasks) continue;
+#pragma omp for schedule(dynamic, 1)
+                for (int64_t t = 0; t < tasks; t++) job->run(job->plan, phase, t, omp_get_thread_num());
+            }
+            mha_fp_leave(saved);
+        }
         return;
     }
-#ifdef _OPENMP
-#pragma omp parallel num_threads(job->threads)
-    {
-        uint64_t saved = mha_fp_enter();
-        job->start(job->plan, omp_get_thread_num());
-        for (int phase = 0; phase < job->phases; phase++) {
-            int64_t tasks = job->tasks(job->plan, phase);
-            if (!tasks) continue;
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t t = 0; t < tasks; t++) job->run(job->plan, phase, t, omp_get_thread_num());
-        }
-        mha_fp_leave(saved);
-    }
 #endif
+    uint64_t saved = mha_fp_enter();
+    job->start(job->plan, 0);
+    for (int phase = 0; phase < job->phases; phase++)
+        for (int64_t t = 0, tasks = job->tasks(job->plan, phase); t < tasks; t++) job->run(job->plan, phase, t, 0);
+    mha_fp_leave(saved);
 }
 
 /* Batch entries by the sum of their lengths, largest first, ties in order (Shell sort: nothing is allocated). */
@@ -423,7 +434,8 @@ int mha_openmp_version(void) { return _OPENMP; }
 int mha_openmp_max_threads(void) { return omp_get_max_threads(); }
 void mha_pause_threads(void)
 {
-#if _OPENMP >= 201511 && !defined(_MSC_VER)
+#if _OPENMP >= 201811 || \
+    (defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 9) /* OpenMP 5.0; libgomp has it before */
     omp_pause_resource_all(omp_pause_soft);
 #endif
 }

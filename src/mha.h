@@ -1,4 +1,5 @@
-/* The whole C interface of mha_fast: one parameter struct, one call, and what the build and the CPU offer.
+/* The whole C interface of mha_fast: a parameter struct and a call for attention, the same for a layer, and what the build
+ * and the CPU offer.
  *
  * out[..., h, i, :] = softmax_j(scale * query[..., h, i, :] . key[..., h / group, j, :] + mask) value[..., h / group, j, :]
  * over the keys j that query i may see; group = num_heads / num_kv_heads. A query that sees no key gets 0.
@@ -39,8 +40,9 @@ typedef struct mha_params {
     mha_array query, key, value; /* MHA_F32 or MHA_F64; (*lead, heads, len, depth) */
     mha_array mask;    /* MHA_BOOL (nonzero = may attend), MHA_F32 or MHA_F64 (added); (*lead, heads, q_len, kv_len) */
     mha_array lengths; /* MHA_I64 (*lead, q_len): query i sees key j only if j < length */
-    mha_array offset;  /* MHA_I64 (*lead) */
-    mha_array out, lse, weights; /* (*lead, heads, q_len, value_dim | none | kv_len) */
+    mha_array offset;  /* MHA_I64 (*lead), within +-2^62; needed where causal is set */
+    /* (*lead, heads, q_len, value_dim | none | kv_len), dtype as above. weights: zeros, column stride 1; hidden keys are left. */
+    mha_array out, lse, weights;
 } mha_params;
 
 /* One linear map of a layer: (batch, len, depth) x times (depth, cols) weight plus bias. x, weight: MHA_F32 or MHA_F64, any

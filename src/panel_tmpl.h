@@ -321,7 +321,7 @@ static void FN(undefined_weights)(const mha_task *task, const FN(panel) *panel, 
     }
 }
 
-/* The weights of the rows of a task over all keys; hidden ones are not written. */
+/* The weights of the rows of a task over all keys; those of hidden keys are 0 or left as they are. */
 static void FN(panel_weights)(const mha_task *task, void *memory)
 {
     FN(scratch) *s = memory;

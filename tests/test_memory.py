@@ -315,3 +315,17 @@ def test_strides_that_32_bits_do_not_hold(isa, attend, rng, sparse, which, axis,
         far[...] = array
         got = attend(**arrays | {which: far}, enable_gqa=True)
     assert np.array_equal(got, want)
+
+
+def test_a_depth_beyond_the_address_space_is_refused():
+    """Sizes whose workspace overflows: an error, whatever the strides make of them."""
+    for depth in (2**50, (2**64 // 260 + 64) // 64 * 64, 2**61):
+        one = np.zeros((1, 1, 1), np.float32)
+        try:
+            wide = np.broadcast_to(one, (1, 1, depth))
+        except ValueError:  # more than NumPy can describe
+            continue
+        with pytest.raises((MemoryError, ValueError)):
+            mha_fast.scaled_dot_product_attention(wide, wide, one)
+        with pytest.raises((MemoryError, ValueError)):
+            mha_fast.scaled_dot_product_attention(one, one, wide)

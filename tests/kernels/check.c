@@ -727,7 +727,7 @@ static void call_layer(checker *c, layer_test *l, int threads)
     if (!close_region(&workspace)) fail(c, t, "wrote outside the workspace");
 }
 
-static void check_layer(checker *c, layer_test *l, int64_t width)
+static void open_layer(checker *c, layer_test *l, int64_t width)
 {
     test *t = &l->attention;
     mha_params *p = &t->params;
@@ -755,6 +755,24 @@ static void check_layer(checker *c, layer_test *l, int64_t width)
     p->lengths = t->lengths.array;
     p->offset = t->offset.array;
     p->causal = (t->options & CAUSAL) != 0;
+}
+
+static void close_layer(checker *c, layer_test *l)
+{
+    test *t = &l->attention;
+    view *views[] = {&l->out, &t->query, &t->key, &t->value, &t->mask, &t->lengths, &t->offset};
+    int intact = 1;
+    for (int n = 0; n < COUNT(views); n++) intact &= close_region(&views[n]->memory);
+    for (int m = 0; m < MAPS; m++)
+        intact &= close_region(&l->x[m].memory) & close_region(&l->weight[m].memory) & close_region(&l->bias[m].memory);
+    if (!intact) fail(c, t, "layer: wrote beside an array");
+}
+
+/* width: of the queries and of the result; keys and values are a little wider. */
+static void check_layer(checker *c, layer_test *l, int64_t width)
+{
+    test *t = &l->attention;
+    open_layer(c, l, width);
     call_layer(c, l, 1);
     uint64_t first = digest(&l->out.memory);
     for (int threads = 2; threads <= 3; threads++) {
@@ -762,12 +780,7 @@ static void check_layer(checker *c, layer_test *l, int64_t width)
         if (digest(&l->out.memory) != first) fail(c, t, "layer: other bits than on one thread");
     }
     compare_layer(c, l);
-    view *views[] = {&l->out, &t->query, &t->key, &t->value, &t->mask, &t->lengths, &t->offset};
-    int intact = 1;
-    for (int n = 0; n < COUNT(views); n++) intact &= close_region(&views[n]->memory);
-    for (int m = 0; m < MAPS; m++)
-        intact &= close_region(&l->x[m].memory) & close_region(&l->weight[m].memory) & close_region(&l->bias[m].memory);
-    if (!intact) fail(c, t, "layer: wrote beside an array");
+    close_layer(c, l);
     c->passed += !t->failed;
     c->failed += t->failed;
 }
