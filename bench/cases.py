@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+DRAWN = 1048573
+
 
 @dataclass(frozen=True)
 class Case:
@@ -113,7 +115,8 @@ class Case:
         return np.dtype(self.dtype).type(x)
 
     def draw(self, rng, *shape):
-        return rng.standard_normal(shape, dtype=self.dtype)
+        """Normal numbers; large arrays repeat a prime number of them, since drawing would take longer than the call."""
+        return np.resize(rng.standard_normal(min(math.prod(shape), DRAWN), dtype=self.dtype), shape)
 
     def small(self):
         """The same case at a size for tests."""

@@ -16,7 +16,6 @@ COLOURS = {
     "onnxruntime": "#3a86ff",
 }
 LABELS = {"plain": "NumPy formula", "reference": "mha_fast.reference"}
-LIMIT_NAMES = {"fma": "of FMA peak", "read": "of read bandwidth"}
 
 
 def medians(row):

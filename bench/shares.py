@@ -63,7 +63,8 @@ def products(probe, level):
     number = _config.level
     times = compare(
         {
-            "whole": sized(64, 64), "deep": sized(128, 64), "wide": sized(64, 128),
+            "whole": sized(64, 64), "deep": sized(96, 64), "shallow": sized(32, 64),
+            "wide": sized(64, 96), "narrow": sized(64, 32),
             "exp": lambda: _core.exp2(scores, number),
             "short": call_of(replace(case, kv_len=256)), "shorter": call_of(replace(case, kv_len=128)),
         }
@@ -71,15 +72,16 @@ def products(probe, level):
     whole = times["whole"]
     pairs = case.num_heads * case.q_len * case.kv_len
     found = {
-        "scores": times["deep"] - whole,
-        "output": times["wide"] - whole,
+        "scores": times["deep"] - times["shallow"],
+        "output": times["wide"] - times["narrow"],
         "exp": times["exp"] / scores.size * pairs,
     }
     # From 128 to 256 keys a panel does twice the work; what does not grow is its opening and closing.
     panel = 2 * times["shorter"] - times["short"]
     found["panel"] = max(panel, 0.0)
-    found["rest"] = whole - sum(found.values())
+    rest = 1 - sum(found.values()) / whole
     texts = {f"{name}-share": percent(t / whole) for name, t in found.items()}
+    texts["rest-share"] = percent(rest) if rest > 0 else f"hidden (the steps overlap by {-rest:.0%})"
     peak = probe.measure("fma", 1, level)
     texts["tile"] = percent(case.flops() / whole / 1e9 / peak) if peak else f"(not measured: {probe.missing})"
     return texts
