@@ -17,12 +17,10 @@ def _environment_threads():
     """The count that MHA_FAST_NUM_THREADS or OMP_NUM_THREADS asks for, or None."""
     text = os.environ.get("MHA_FAST_NUM_THREADS")
     if text is not None:
-        try:
-            return _validate.thread_count(int(text), "MHA_FAST_NUM_THREADS")
-        except ValueError:
-            raise ValueError(
-                f"MHA_FAST_NUM_THREADS is {text!r}; expected an integer from 1 to {_validate.MAX_THREADS}"
-            ) from None
+        digits = text.strip()
+        if not (digits.isascii() and digits.isdigit() and 0 < int(digits) <= _validate.MAX_THREADS):
+            raise ValueError(f"MHA_FAST_NUM_THREADS is {text!r}; expected an integer from 1 to {_validate.MAX_THREADS}")
+        return int(digits)
     # OMP_NUM_THREADS may be a list, one count a nesting level; a bad value is for the OpenMP runtime to report.
     first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if first.isascii() and first.isdigit() and int(first) > 0:

@@ -56,7 +56,7 @@ cdef int OPENMP_MAX_AT_IMPORT = mha_openmp_max_threads()
 cdef int MAX_THREADS = _validate.MAX_THREADS
 
 # The module that holds the default thread count and the level; set by it, read by every call.
-cdef dict config = None
+cdef dict config = {"num_threads": 1, "level": 0}
 
 
 def bind_config(dict namespace):

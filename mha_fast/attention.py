@@ -1,5 +1,7 @@
 """The classes on the fast path: the reference's weights and rules; the core does a layer's work, NumPy the FFN's."""
 
+import math
+
 import numpy as np
 
 from mha_fast import _core, _validate, reference
@@ -59,7 +61,7 @@ class PositionWiseFFN(reference.PositionWiseFFN):
 
 def _affine(X, W, b):
     """X W + b in the dtype of b: (..., rows of W) -> (..., columns), as one product of two matrices."""
-    flat = X.reshape(-1, X.shape[-1]).astype(b.dtype, copy=False)
+    flat = X.reshape(math.prod(X.shape[:-1]), X.shape[-1]).astype(b.dtype, copy=False)
     with np.errstate(all="ignore"):
         product = flat @ W.astype(b.dtype, copy=False)
         product += b

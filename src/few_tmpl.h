@@ -29,16 +29,19 @@ MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const REAL *RESTRIC
         V(hsum4)(acc[r][0], acc[r][1], acc[r][2], acc[r][3], scores + r * score_row);
 }
 
-MHA_INLINE void FN(dot_rows)(const int rows, const REAL *query, int64_t query_row, const REAL *key, int64_t key_row,
-                             int64_t count, int64_t head_dim, REAL *scores, int64_t score_row)
+/* The scores of all keys of a block for a tile of rows; asks with each tile of keys for the same rows of what is ahead. */
+MHA_INLINE void FN(dot_rows)(const int rows, const REAL *query, int64_t query_row, const FN(block) *block, int64_t head_dim,
+                             const mha_ahead *ahead, int num_ahead, REAL *scores, int64_t score_row)
 {
-    int64_t k = 0;
-    for (; k + 4 <= count; k += 4)
-        FN(dot_tile)(rows, 4, query, query_row, key + k * key_row, key_row, head_dim, scores + k, score_row);
-    const REAL *last = key + k * key_row;
-    if (count - k == 3) FN(dot_tile)(rows, 3, query, query_row, last, key_row, head_dim, scores + k, score_row);
-    if (count - k == 2) FN(dot_tile)(rows, 2, query, query_row, last, key_row, head_dim, scores + k, score_row);
-    if (count - k == 1) FN(dot_tile)(rows, 1, query, query_row, last, key_row, head_dim, scores + k, score_row);
+    const REAL *key = block->keys;
+    int64_t count = block->count, row = block->key_row, k = 0;
+    for (; k + 4 <= count; k += 4, key += 4 * row) {
+        FN(look_ahead)(ahead, num_ahead, k, k + 4);
+        FN(dot_tile)(rows, 4, query, query_row, key, row, head_dim, scores + k, score_row);
+    }
+    if (count - k == 3) FN(dot_tile)(rows, 3, query, query_row, key, row, head_dim, scores + k, score_row);
+    if (count - k == 2) FN(dot_tile)(rows, 2, query, query_row, key, row, head_dim, scores + k, score_row);
+    if (count - k == 1) FN(dot_tile)(rows, 1, query, query_row, key, row, head_dim, scores + k, score_row);
 }
 
 /* out[row] = alpha[row] * out[row] + sum_key weights[row][key] * value[key] for rows x vecs vectors of columns; tail: the
@@ -109,19 +112,34 @@ static void FN(few_softmax)(FN(scratch) *s, int64_t r, int64_t count, FN(state) 
     state->row_sum[r] = state->row_sum[r] * s->alpha[r] + sums[0];
 }
 
+/* What the scores of a block ask for, so that the memory does not wait for the arithmetic: the block's values and the keys of
+ * the next block, where they are read in place. One row has so little arithmetic that asking costs more than it gains. */
+static int FN(few_ahead)(const mha_task *task, const FN(block) *block, mha_ahead *ahead)
+{
+    int64_t item = (int64_t)sizeof(REAL), next = block->first + block->count;
+    if (task->num_rows == 1 || !FN(in_place)(task, &task->key) || !FN(in_place)(task, &task->value)) return 0;
+    ahead[0] = (mha_ahead){(const char *)block->values, block->value_row * item, block->count, task->value_dim * item};
+    ahead[1] = (mha_ahead){task->key.data + next * task->key.row * item, task->key.row * item,
+                           FN(min)(task->visible - next, MHA_KEY_BLOCK), task->head_dim * item};
+    return 2;
+}
+
 static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
                           int careful)
 {
     int64_t rows = task->num_rows, count = block->count;
-    for (int64_t r = 0; r < rows;) {
+    mha_ahead ahead[2];
+    int num_ahead = FN(few_ahead)(task, block, ahead);
+    for (int64_t r = 0; r < rows; num_ahead = 0) {
         const REAL *query = s->query[0] + r * s->few_row;
         REAL *scores = s->scores + r * s->score_row;
+        int64_t depth = task->head_dim;
         if (V(few_rows) >= 4 && rows - r >= 4)
-            FN(dot_rows)(4, query, s->few_row, block->keys, block->key_row, count, task->head_dim, scores, s->score_row);
+            FN(dot_rows)(4, query, s->few_row, block, depth, ahead, num_ahead, scores, s->score_row);
         else if (rows - r >= 2)
-            FN(dot_rows)(2, query, s->few_row, block->keys, block->key_row, count, task->head_dim, scores, s->score_row);
+            FN(dot_rows)(2, query, s->few_row, block, depth, ahead, num_ahead, scores, s->score_row);
         else
-            FN(dot_rows)(1, query, s->few_row, block->keys, block->key_row, count, task->head_dim, scores, s->score_row);
+            FN(dot_rows)(1, query, s->few_row, block, depth, ahead, num_ahead, scores, s->score_row);
         r += rows - r >= V(few_rows) ? V(few_rows) : rows - r >= 2 ? 2 : 1;
     }
     for (int64_t r = 0; r < rows; r++) {

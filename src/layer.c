@@ -160,7 +160,7 @@ static void pack(const layer_plan *plan, int64_t t)
 static int64_t rows_read(const layer_plan *plan, int m, int64_t b)
 {
     const mha_params *p = &plan->attention;
-    if ((m != KEY && m != VALUE) || !p->lengths.data || p->lengths.row) return plan->maps[m].linear.len;
+    if ((m != KEY && m != VALUE) || !p->lengths.data || p->lengths.row || !p->q_len) return plan->maps[m].linear.len;
     int64_t length = *(const int64_t *)(p->lengths.data + b * p->lengths.lead[0] * (int64_t)sizeof(int64_t));
     return mha_max(mha_min(length, p->kv_len), 0);
 }

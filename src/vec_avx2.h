@@ -59,8 +59,9 @@ MHA_INLINE vec_f32 vec_f32_keep_bits(vec_f32 score, uint32_t bits)
 }
 MHA_INLINE vec_f32 vec_f32_add_bias(vec_f32 score, vec_f32 bias)
 {
-    __m256 hidden = _mm256_cmp_ps(bias, _mm256_set1_ps(-INFINITY), _CMP_EQ_OQ);
-    return _mm256_blendv_ps(_mm256_max_ps(_mm256_set1_ps(LOWEST_F32), _mm256_add_ps(score, bias)), bias, hidden);
+    __m256 lower = _mm256_min_ps(score, bias), lowest = _mm256_set1_ps(LOWEST_F32);
+    __m256 hidden = _mm256_cmp_ps(lower, _mm256_set1_ps(-INFINITY), _CMP_EQ_OQ);
+    return _mm256_blendv_ps(_mm256_max_ps(lowest, _mm256_add_ps(score, bias)), lower, hidden);
 }
 MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score)
 {
@@ -139,8 +140,9 @@ MHA_INLINE vec_f64 vec_f64_keep_bits(vec_f64 score, uint32_t bits)
 }
 MHA_INLINE vec_f64 vec_f64_add_bias(vec_f64 score, vec_f64 bias)
 {
-    __m256d hidden = _mm256_cmp_pd(bias, _mm256_set1_pd(-INFINITY), _CMP_EQ_OQ);
-    return _mm256_blendv_pd(_mm256_max_pd(_mm256_set1_pd(LOWEST_F64), _mm256_add_pd(score, bias)), bias, hidden);
+    __m256d lower = _mm256_min_pd(score, bias), lowest = _mm256_set1_pd(LOWEST_F64);
+    __m256d hidden = _mm256_cmp_pd(lower, _mm256_set1_pd(-INFINITY), _CMP_EQ_OQ);
+    return _mm256_blendv_pd(_mm256_max_pd(lowest, _mm256_add_pd(score, bias)), lower, hidden);
 }
 MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
 {

@@ -53,8 +53,9 @@ MHA_INLINE vec_f32 vec_f32_keep_bits(vec_f32 score, uint32_t bits)
 }
 MHA_INLINE vec_f32 vec_f32_add_bias(vec_f32 score, vec_f32 bias)
 {
-    __mmask16 hidden = _mm512_cmp_ps_mask(bias, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
-    return _mm512_mask_mov_ps(_mm512_max_ps(_mm512_set1_ps(LOWEST_F32), _mm512_add_ps(score, bias)), hidden, bias);
+    __m512 lower = _mm512_min_ps(score, bias), lowest = _mm512_set1_ps(LOWEST_F32);
+    __mmask16 hidden = _mm512_cmp_ps_mask(lower, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
+    return _mm512_mask_mov_ps(_mm512_max_ps(lowest, _mm512_add_ps(score, bias)), hidden, lower);
 }
 MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score)
 {
@@ -128,8 +129,9 @@ MHA_INLINE vec_f64 vec_f64_keep_bits(vec_f64 score, uint32_t bits)
 }
 MHA_INLINE vec_f64 vec_f64_add_bias(vec_f64 score, vec_f64 bias)
 {
-    __mmask8 hidden = _mm512_cmp_pd_mask(bias, _mm512_set1_pd(-INFINITY), _CMP_EQ_OQ);
-    return _mm512_mask_mov_pd(_mm512_max_pd(_mm512_set1_pd(LOWEST_F64), _mm512_add_pd(score, bias)), hidden, bias);
+    __m512d lower = _mm512_min_pd(score, bias), lowest = _mm512_set1_pd(LOWEST_F64);
+    __mmask8 hidden = _mm512_cmp_pd_mask(lower, _mm512_set1_pd(-INFINITY), _CMP_EQ_OQ);
+    return _mm512_mask_mov_pd(_mm512_max_pd(lowest, _mm512_add_pd(score, bias)), hidden, lower);
 }
 MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
 {

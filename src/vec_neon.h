@@ -65,8 +65,8 @@ MHA_INLINE vec_f32 vec_f32_keep_bits(vec_f32 score, uint32_t bits)
 }
 MHA_INLINE vec_f32 vec_f32_add_bias(vec_f32 score, vec_f32 bias)
 {
-    return vbslq_f32(vceqq_f32(bias, vdupq_n_f32(-INFINITY)), bias,
-                     vmaxq_f32(vdupq_n_f32(LOWEST_F32), vaddq_f32(score, bias)));
+    vec_f32 infinity = vdupq_n_f32(-INFINITY), sum = vmaxq_f32(vdupq_n_f32(LOWEST_F32), vaddq_f32(score, bias));
+    return vbslq_f32(vorrq_u32(vceqq_f32(score, infinity), vceqq_f32(bias, infinity)), infinity, sum);
 }
 MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score)
 {
@@ -136,8 +136,8 @@ MHA_INLINE vec_f64 vec_f64_keep_bits(vec_f64 score, uint32_t bits)
 }
 MHA_INLINE vec_f64 vec_f64_add_bias(vec_f64 score, vec_f64 bias)
 {
-    return vbslq_f64(vceqq_f64(bias, vdupq_n_f64(-INFINITY)), bias,
-                     vmaxq_f64(vdupq_n_f64(LOWEST_F64), vaddq_f64(score, bias)));
+    vec_f64 infinity = vdupq_n_f64(-INFINITY), sum = vmaxq_f64(vdupq_n_f64(LOWEST_F64), vaddq_f64(score, bias));
+    return vbslq_f64(vorrq_u64(vceqq_f64(score, infinity), vceqq_f64(bias, infinity)), infinity, sum);
 }
 MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
 {

@@ -52,7 +52,8 @@ MHA_INLINE vec_f32 vec_f32_below(vec_f32 score, vec_f32 key, vec_f32 visible)
 MHA_INLINE vec_f32 vec_f32_keep_bits(vec_f32 score, uint32_t bits) { return bits & 1 ? score : (float)-INFINITY; }
 MHA_INLINE vec_f32 vec_f32_add_bias(vec_f32 score, vec_f32 bias)
 {
-    return bias == (float)-INFINITY ? bias : vec_f32_max(LOWEST_F32, score + bias);
+    int hidden = score == (float)-INFINITY || bias == (float)-INFINITY;
+    return hidden ? (float)-INFINITY : vec_f32_max(LOWEST_F32, score + bias);
 }
 MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score) { return score == (float)-INFINITY ? 0 : weight; }
 MHA_INLINE uint32_t vec_f32_visible_bits(vec_f32 score) { return score != (float)-INFINITY; }
@@ -104,7 +105,8 @@ MHA_INLINE vec_f64 vec_f64_below(vec_f64 score, vec_f64 key, vec_f64 visible)
 MHA_INLINE vec_f64 vec_f64_keep_bits(vec_f64 score, uint32_t bits) { return bits & 1 ? score : (double)-INFINITY; }
 MHA_INLINE vec_f64 vec_f64_add_bias(vec_f64 score, vec_f64 bias)
 {
-    return bias == (double)-INFINITY ? bias : vec_f64_max(LOWEST_F64, score + bias);
+    int hidden = score == (double)-INFINITY || bias == (double)-INFINITY;
+    return hidden ? (double)-INFINITY : vec_f64_max(LOWEST_F64, score + bias);
 }
 MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
 {

@@ -237,3 +237,10 @@ def test_the_method_and_the_transposes_make_the_layer(isa, rng, dtype):
     joined = layer.transpose_output(layer.scaled_dot_product_attention(Q, K, V, np.repeat([4, 11], 4)))
     want = exact(*(wide(a) for a in (x, y, z)), valid_lens=[4, 11])
     assert_close(joined @ layer.W_o + layer.b_o, want, 500 * UNIT[dtype] * largest(want))
+
+
+def test_no_queries_with_lengths_per_query(isa):
+    """(batch, 0) lengths hold nothing to read."""
+    layer = mha_fast.MultiHeadAttention(8, 2, rng=0)
+    keys = np.ones((5, 300, 8))
+    assert layer(np.ones((5, 0, 8)), keys, keys, valid_lens=np.zeros((5, 0), int)).shape == (5, 0, 8)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from conftest import DTYPES, UNIT, assert_close, check, draw, exact, largest, qkv
 
+import mha_fast
 from mha_fast import _config, _core, reference
 
 FEW, MANY = 3, 21
@@ -542,3 +543,15 @@ def test_one_row_is_as_exact_in_every_kernel(isa, rng, dtype):
     many = check(query, key, value)
     few = check(query[:, :, :FEW], key, value)
     assert_close(few, many[:, :, :FEW], 64 * UNIT[dtype] * largest(value))
+
+
+@KERNELS
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+def test_a_row_of_scores_of_minus_infinity_is_not_empty(isa, rng, queries, mask):
+    """0/0 with every kind of mask: the row sees keys, whatever their scores."""
+    query, key, value = qkv(rng, 1, 1, queries, 70, 4)
+    query[0, 0, 0], key[...] = -np.inf, np.abs(key) + 1
+    kind = {None: None, "bool": np.ones((queries, 70), bool), "float": np.zeros((queries, 70), np.float32)}[mask]
+    out, lse = mha_fast.scaled_dot_product_attention(query, key, value, kind, return_lse=True)
+    assert np.isnan(out[0, 0, 0]).all() and np.isnan(lse[0, 0, 0])
+    assert np.isfinite(out[0, 0, 1:]).all()

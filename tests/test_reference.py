@@ -1046,3 +1046,14 @@ def test_the_network_keeps_nan_in_its_position(rng):
 
 def test_the_module_says_what_it_offers():
     assert reference.__all__ == ["MultiHeadAttention", "PositionWiseFFN", "scaled_dot_product_attention"]
+
+
+@pytest.mark.parametrize("name", ["fast", "reference"])
+def test_a_feed_forward_network_of_no_width(name):
+    import mha_fast
+
+    ffn = (mha_fast if name == "fast" else mha_fast.reference).PositionWiseFFN(8, 32, rng=0)
+    ffn.W_1 = np.ones((0, 32))
+    assert ffn(np.ones((3, 0))).shape == (3, 8)
+    ffn.W_1, ffn.b_1, ffn.W_2 = np.ones((8, 0)), np.ones(0), np.ones((0, 8))
+    assert np.array_equal(ffn(np.ones((3, 8))), np.broadcast_to(ffn.b_2, (3, 8)))
