@@ -5,7 +5,7 @@
 enum { FN(affine_depth) = 512, FN(affine_tile) = V(col_vecs) * V(lanes) };
 
 /* out = acc + out, or acc + bias for the first block of the depth. */
-MHA_INLINE void FN(affine_store)(const int rows, const int vecs, VEC acc[6][4], int64_t tail, const REAL *bias,
+MHA_INLINE void FN(affine_store)(const int rows, const int vecs, VEC acc[6][8], int64_t tail, const REAL *bias,
                                  REAL *RESTRICT out, int64_t out_row)
 {
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) {
@@ -22,18 +22,18 @@ MHA_INLINE void FN(affine_vecs)(const int rows, int vecs, const REAL *x, int64_t
                                 int64_t weight_row, int64_t depth, int64_t tail, const REAL *bias, REAL *out,
                                 int64_t out_row)
 {
-    VEC acc[6][4];
+    VEC acc[6][8];
     if (V(col_vecs) >= 4 && vecs == 4) {
-        FN(product_tile)(rows, 4, x, x_row, weight, weight_row, depth, tail, acc);
+        FN(product_tile)(rows, 4, x, x_row, weight, weight_row, depth, tail, 0, acc);
         FN(affine_store)(rows, 4, acc, tail, bias, out, out_row);
     } else if (V(col_vecs) >= 3 && vecs == 3) {
-        FN(product_tile)(rows, 3, x, x_row, weight, weight_row, depth, tail, acc);
+        FN(product_tile)(rows, 3, x, x_row, weight, weight_row, depth, tail, 0, acc);
         FN(affine_store)(rows, 3, acc, tail, bias, out, out_row);
     } else if (vecs == 2) {
-        FN(product_tile)(rows, 2, x, x_row, weight, weight_row, depth, tail, acc);
+        FN(product_tile)(rows, 2, x, x_row, weight, weight_row, depth, tail, 0, acc);
         FN(affine_store)(rows, 2, acc, tail, bias, out, out_row);
     } else {
-        FN(product_tile)(rows, 1, x, x_row, weight, weight_row, depth, tail, acc);
+        FN(product_tile)(rows, 1, x, x_row, weight, weight_row, depth, tail, 0, acc);
         FN(affine_store)(rows, 1, acc, tail, bias, out, out_row);
     }
 }

@@ -29,51 +29,57 @@ MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const REAL *RESTRIC
         V(hsum4)(acc[r][0], acc[r][1], acc[r][2], acc[r][3], scores + r * score_row);
 }
 
-/* The scores of all keys of a block for a tile of rows; asks with each tile of keys for the same rows of what is ahead. */
-MHA_INLINE void FN(dot_rows)(const int rows, const REAL *query, int64_t query_row, const FN(block) *block, int64_t head_dim,
-                             const mha_ahead *ahead, int num_ahead, REAL *scores, int64_t score_row)
+/* How many rows of keys and values are asked for before their turn where the arithmetic of several rows would let the memory
+ * wait. One row has so little that asking costs more than it gains. */
+enum { FN(few_lead) = 12 };
+
+MHA_INLINE void FN(dot_rows)(const int rows, const REAL *query, int64_t query_row, const REAL *key, int64_t key_row,
+                             int64_t count, int64_t head_dim, REAL *scores, int64_t score_row)
 {
-    const REAL *key = block->keys;
-    int64_t count = block->count, row = block->key_row, k = 0;
-    for (; k + 4 <= count; k += 4, key += 4 * row) {
-        FN(look_ahead)(ahead, num_ahead, k, k + 4);
-        FN(dot_tile)(rows, 4, query, query_row, key, row, head_dim, scores + k, score_row);
+    int64_t k = 0;
+    for (; k + 4 <= count; k += 4, key += 4 * key_row) {
+        if (rows > 1)
+            for (int i = 0; i < 4; i++) FN(ask)(key + (FN(few_lead) + i) * key_row, head_dim);
+        FN(dot_tile)(rows, 4, query, query_row, key, key_row, head_dim, scores + k, score_row);
     }
-    if (count - k == 3) FN(dot_tile)(rows, 3, query, query_row, key, row, head_dim, scores + k, score_row);
-    if (count - k == 2) FN(dot_tile)(rows, 2, query, query_row, key, row, head_dim, scores + k, score_row);
-    if (count - k == 1) FN(dot_tile)(rows, 1, query, query_row, key, row, head_dim, scores + k, score_row);
+    if (count - k == 3) FN(dot_tile)(rows, 3, query, query_row, key, key_row, head_dim, scores + k, score_row);
+    if (count - k == 2) FN(dot_tile)(rows, 2, query, query_row, key, key_row, head_dim, scores + k, score_row);
+    if (count - k == 1) FN(dot_tile)(rows, 1, query, query_row, key, key_row, head_dim, scores + k, score_row);
 }
 
 /* out[row] = alpha[row] * out[row] + sum_key weights[row][key] * value[key] for rows x vecs vectors of columns; tail: the
  * columns in the last vector where it is not whole, else 0. */
 MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const REAL *RESTRICT weights, int64_t weight_row,
                                     const REAL *RESTRICT value, int64_t value_row, int64_t count, int64_t tail,
-                                    const REAL *RESTRICT alpha, int first, REAL *RESTRICT out, int64_t out_row)
+                                    const REAL *RESTRICT alpha, int first, REAL *RESTRICT out,
+                                    int64_t out_row)
 {
-    VEC acc[6][4];
-    FN(product_tile)(rows, vecs, weights, weight_row, value, value_row, count, tail, acc);
+    VEC acc[6][8];
+    FN(product_tile)(rows, vecs, weights, weight_row, value, value_row, count, tail, rows > 1 ? FN(few_lead) : 0, acc);
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) {
         REAL *dst = out + r * out_row + v * V(lanes);
         V(store)(dst, first ? acc[r][v] : V(fma)(V(load)(dst), V(set1)(alpha[r]), acc[r][v]));
     }
 }
 
+/* Column tiles as wide as two rows leave registers for: values come from memory a whole row at a time where that fits. */
 MHA_INLINE void FN(few_output_rows)(const int rows, const REAL *weights, int64_t weight_row, const REAL *value,
                                     int64_t value_row, int64_t count, int64_t cols, const REAL *alpha, int first,
                                     REAL *out, int64_t out_row)
 {
     for (int64_t c = 0; c < cols;) {
-        int64_t vecs = FN(round_up)(cols - c, V(lanes)) / V(lanes);
-        if (vecs >= V(col_vecs) && V(col_vecs) == 4)
-            FN(few_output_tile)(rows, 4, weights, weight_row, value + c, value_row, count,
-                                cols - c < 4 * V(lanes) ? cols % V(lanes) : 0, alpha, first, out + c, out_row);
-        else if (vecs >= 2)
-            FN(few_output_tile)(rows, 2, weights, weight_row, value + c, value_row, count,
-                                cols - c < 2 * V(lanes) ? cols % V(lanes) : 0, alpha, first, out + c, out_row);
+        int64_t vecs = FN(round_up)(cols - c, V(lanes)) / V(lanes), width = vecs >= 8 ? 8 : vecs >= 4 ? 4 : vecs >= 2 ? 2 : 1;
+        if (width > 2 * V(col_vecs)) width = 2 * V(col_vecs);
+        int64_t tail = cols - c < width * V(lanes) ? cols % V(lanes) : 0;
+        if (V(col_vecs) == 4 && width == 8)
+            FN(few_output_tile)(rows, 8, weights, weight_row, value + c, value_row, count, tail, alpha, first, out + c, out_row);
+        else if (width == 4)
+            FN(few_output_tile)(rows, 4, weights, weight_row, value + c, value_row, count, tail, alpha, first, out + c, out_row);
+        else if (width == 2)
+            FN(few_output_tile)(rows, 2, weights, weight_row, value + c, value_row, count, tail, alpha, first, out + c, out_row);
         else
-            FN(few_output_tile)(rows, 1, weights, weight_row, value + c, value_row, count, cols % V(lanes), alpha, first,
-                                out + c, out_row);
-        c += (vecs >= V(col_vecs) ? V(col_vecs) : vecs >= 2 ? 2 : 1) * V(lanes);
+            FN(few_output_tile)(rows, 1, weights, weight_row, value + c, value_row, count, tail, alpha, first, out + c, out_row);
+        c += width * V(lanes);
     }
 }
 
@@ -112,53 +118,34 @@ static void FN(few_softmax)(FN(scratch) *s, int64_t r, int64_t count, FN(state) 
     state->row_sum[r] = state->row_sum[r] * s->alpha[r] + sums[0];
 }
 
-/* What the scores of a block ask for, so that the memory does not wait for the arithmetic: the block's values and the keys of
- * the next block, where they are read in place. One row has so little arithmetic that asking costs more than it gains. */
-static int FN(few_ahead)(const mha_task *task, const FN(block) *block, mha_ahead *ahead)
-{
-    int64_t item = (int64_t)sizeof(REAL), next = block->first + block->count;
-    if (task->num_rows == 1 || !FN(in_place)(task, &task->key) || !FN(in_place)(task, &task->value)) return 0;
-    ahead[0] = (mha_ahead){(const char *)block->values, block->value_row * item, block->count, task->value_dim * item};
-    ahead[1] = (mha_ahead){task->key.data + next * task->key.row * item, task->key.row * item,
-                           FN(min)(task->visible - next, MHA_KEY_BLOCK), task->head_dim * item};
-    return 2;
-}
-
 static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
                           int careful)
 {
     int64_t rows = task->num_rows, count = block->count;
-    mha_ahead ahead[2];
-    int num_ahead = FN(few_ahead)(task, block, ahead);
-    for (int64_t r = 0; r < rows; num_ahead = 0) {
+    for (int64_t r = 0; r < rows;) {
         const REAL *query = s->query[0] + r * s->few_row;
         REAL *scores = s->scores + r * s->score_row;
-        int64_t depth = task->head_dim;
         if (V(few_rows) >= 4 && rows - r >= 4)
-            FN(dot_rows)(4, query, s->few_row, block, depth, ahead, num_ahead, scores, s->score_row);
+            FN(dot_rows)(4, query, s->few_row, block->keys, block->key_row, count, task->head_dim, scores, s->score_row);
         else if (rows - r >= 2)
-            FN(dot_rows)(2, query, s->few_row, block, depth, ahead, num_ahead, scores, s->score_row);
+            FN(dot_rows)(2, query, s->few_row, block->keys, block->key_row, count, task->head_dim, scores, s->score_row);
         else
-            FN(dot_rows)(1, query, s->few_row, block, depth, ahead, num_ahead, scores, s->score_row);
+            FN(dot_rows)(1, query, s->few_row, block->keys, block->key_row, count, task->head_dim, scores, s->score_row);
         r += rows - r >= V(few_rows) ? V(few_rows) : rows - r >= 2 ? 2 : 1;
     }
     for (int64_t r = 0; r < rows; r++) {
         FN(few_hide)(task, s, task->rows + r, block->first, count, s->scores + r * s->score_row);
         FN(few_softmax)(s, r, count, state);
     }
-    for (int64_t r = 0; r < rows;) {
+    for (int64_t r = 0; r < rows; r += 2) {
         const REAL *weights = s->scores + r * s->score_row;
         REAL *out = state->out + r * s->out_row;
-        if (V(few_rows) >= 4 && rows - r >= 4)
-            FN(few_output_rows)(4, weights, s->score_row, block->values, block->value_row, count, task->value_dim,
-                                s->alpha + r, first, out, s->out_row);
-        else if (rows - r >= 2)
+        if (rows - r >= 2)
             FN(few_output_rows)(2, weights, s->score_row, block->values, block->value_row, count, task->value_dim,
                                 s->alpha + r, first, out, s->out_row);
         else
             FN(few_output_rows)(1, weights, s->score_row, block->values, block->value_row, count, task->value_dim,
                                 s->alpha + r, first, out, s->out_row);
-        r += rows - r >= V(few_rows) ? V(few_rows) : rows - r >= 2 ? 2 : 1;
     }
     FN(run) all = {0, count};
     if (careful)

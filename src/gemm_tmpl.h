@@ -161,14 +161,21 @@ MHA_NOINLINE void FN(output_rows)(int64_t rows, int vecs, const REAL *weights, c
         FN(output_vecs)(1, vecs, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
 }
 
+MHA_INLINE void FN(ask)(const REAL *row, int64_t cols)
+{
+    for (int64_t c = 0; c < cols; c += 64 / (int64_t)sizeof(REAL)) PREFETCH((const char *)(row + c));
+}
+
 /* acc[row][vec] = sum_k a[row][k] * b[k][vec] for a tile of rows x vecs vectors; tail: the columns in the last vector where it
- * is not whole, else 0. rows, vecs: constants once inlined. */
+ * is not whole, else 0; ahead: rows of b to ask for before their turn. rows, vecs, ahead: constants once inlined. */
 MHA_INLINE void FN(product_tile)(const int rows, const int vecs, const REAL *RESTRICT a, int64_t a_row,
-                                 const REAL *RESTRICT b, int64_t b_row, int64_t count, int64_t tail, VEC acc[6][4])
+                                 const REAL *RESTRICT b, int64_t b_row, int64_t count, int64_t tail, const int ahead,
+                                 VEC acc[6][8])
 {
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
     for (int64_t k = 0; k < count; k++, b += b_row) {
-        VEC col[4];
+        VEC col[8];
+        if (ahead) FN(ask)(b + ahead * b_row, vecs * V(lanes));
         UNROLL for (int v = 0; v < vecs - 1; v++) col[v] = V(load)(b + v * V(lanes));
         const REAL *last = b + (vecs - 1) * V(lanes);
         col[vecs - 1] = tail ? V(load_n)(last, tail) : V(load)(last);

@@ -50,9 +50,9 @@ static int64_t FN(ahead_rows)(const mha_task *task)
     return (most + tiles - 1) / tiles;
 }
 
-static void FN(look_ahead)(const mha_ahead *ahead, int count, int64_t begin, int64_t end)
+static void FN(look_ahead)(const mha_ahead *ahead, int64_t begin, int64_t end)
 {
-    for (int n = 0; n < count; n++)
+    for (int n = 0; n < MHA_AHEAD; n++)
         for (int64_t r = begin; r < FN(min)(end, ahead[n].rows); r++)
             for (int64_t byte = 0; byte < ahead[n].row_bytes; byte += 64)
                 PREFETCH(ahead[n].data + r * ahead[n].step + byte);
@@ -76,7 +76,7 @@ static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel
     for (int64_t k = first; k < first + count;) {
         int64_t left = first + count - k, keys = left >= V(key_tile) ? V(key_tile) : left >= 4 ? 4 : left >= 2 ? 2 : 1;
         int64_t asked = (block->first + k) / V(key_tile) * panel->ahead_rows;
-        if (panel->ahead) FN(look_ahead)(panel->ahead, MHA_AHEAD, asked, asked + panel->ahead_rows);
+        if (panel->ahead) FN(look_ahead)(panel->ahead, asked, asked + panel->ahead_rows);
         if (task->has_mask) FN(look_ahead_mask)(task, panel, block->first + MHA_KEY_BLOCK, k / V(key_tile));
         int border = block->first + k + keys > panel->all_visible, vecs;
         for (int v = 0; v < panel->vecs; v += vecs) {
