@@ -330,7 +330,7 @@ cdef void extent(cnp.ndarray array, char **low, char **high) noexcept:
             high[0] += reach
 
 
-cdef bint plain_out(mha_params *p, object out, cnp.ndarray query, object layout, tuple inputs) noexcept:
+cdef bint plain_out(mha_params *p, object out, cnp.ndarray query, tuple inputs) noexcept:
     """A contiguous result array of the right shape that lies apart from all inputs."""
     cdef cnp.ndarray array, other
     cdef char *low
@@ -446,7 +446,7 @@ def scaled_dot_product_attention(
             plain_position(&p, is_causal, q_offset, valid_lens, &offset)
             and (attn_mask is None or plain_mask(&p.mask, attn_mask, cnp.PyArray_TYPE(<cnp.ndarray> query), &p))
             and (valid_lens is None or plain_lengths(&p.lengths, valid_lens, &p))
-            and (out is None or plain_out(&p, out, query, layout, (query, key, value, attn_mask, valid_lens)))
+            and (out is None or plain_out(&p, out, query, (query, key, value, attn_mask, valid_lens)))
         ):
             p.scale = 1.0 / sqrt(<double> p.head_dim) if scale is None else <double> scale
             p.num_threads = resolve_threads(num_threads)
