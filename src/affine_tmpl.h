@@ -56,12 +56,12 @@ MHA_NOINLINE void FN(affine_rows)(int64_t rows, int vecs, const REAL *x, int64_t
 static void FN(affine_columns)(const mha_affine *a, const REAL *x, int64_t x_row, int64_t col, int64_t width)
 {
     const REAL *weight = (const REAL *)a->weight + (a->packed ? col * a->depth : col);
-    int64_t weight_row = a->packed ? FN(round_up)(width, V(lanes)) : a->weight_row;
-    int vecs = (int)(FN(round_up)(width, V(lanes)) / V(lanes));
+    int64_t weight_row = a->packed ? mha_round_up(width, V(lanes)) : a->weight_row;
+    int vecs = (int)(mha_round_up(width, V(lanes)) / V(lanes));
     for (int64_t k = 0; k == 0 || k < a->depth; k += FN(affine_depth)) {
-        int64_t depth = FN(min)(a->depth - k, FN(affine_depth));
+        int64_t depth = mha_min(a->depth - k, FN(affine_depth));
         for (int64_t r = 0; r < a->rows;) {
-            int64_t left = a->rows - r, tile = left >= V(row_tile) ? V(row_tile) : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            int64_t left = a->rows - r, tile = mha_next_tile(left, V(row_tile));
             FN(affine_rows)(tile, vecs, x + r * x_row + k, x_row, weight + k * weight_row, weight_row, depth,
                             width % V(lanes), k ? NULL : (const REAL *)a->bias + col,
                             (REAL *)a->out + r * a->out_row + col, a->out_row);
@@ -80,14 +80,14 @@ static void FN(affine)(const mha_affine *a, void *memory)
         FN(pack_rows)(memory, x_row, &a->x, 0, a->rows, a->depth);
     }
     for (int64_t col = a->col_begin; col < a->col_end; col += FN(affine_tile))
-        FN(affine_columns)(a, x, x_row, col, FN(min)(a->col_end - col, FN(affine_tile)));
+        FN(affine_columns)(a, x, x_row, col, mha_min(a->col_end - col, FN(affine_tile)));
 }
 
 /* One column tile of a weight matrix, its rows next to each other and filled up to whole vectors. */
 static void FN(pack_weight)(void *packed, const mha_matrix *weight, int64_t depth, int64_t cols, int64_t tile)
 {
-    int64_t col = tile * FN(affine_tile), width = FN(min)(cols - col, FN(affine_tile));
+    int64_t col = tile * FN(affine_tile), width = mha_min(cols - col, FN(affine_tile));
     mha_matrix columns = *weight;
-    columns.data += col * weight->col * FN(item_bytes)(weight->dtype);
-    FN(pack_rows)((REAL *)packed + col * depth, FN(round_up)(width, V(lanes)), &columns, 0, depth, width);
+    columns.data += col * weight->col * mha_item_bytes(weight->dtype);
+    FN(pack_rows)((REAL *)packed + col * depth, mha_round_up(width, V(lanes)), &columns, 0, depth, width);
 }

@@ -49,11 +49,7 @@ void mha_attention_task(const void *plan, int phase, int64_t task, int thread);
 /* Below this much work on one thread, waking others costs more than it gains. */
 #define MHA_INLINE_NS 10e3
 
-static inline int64_t mha_min(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t mha_max(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t mha_divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-static inline int64_t mha_align_up(int64_t n) { return mha_divide_up(n, 64) * 64; }
-static inline int64_t mha_item_bytes(mha_dtype dtype) { return dtype == MHA_BOOL ? 1 : dtype == MHA_F32 ? 4 : 8; }
+static inline int64_t mha_align_up(int64_t n) { return mha_round_up(n, 64); }
 /* a * b for sizes, INT64_MAX where that is beyond an int64. */
 static inline int64_t mha_saturating(int64_t a, int64_t b) { return b && a > INT64_MAX / b ? INT64_MAX : a * b; }
 

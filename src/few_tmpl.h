@@ -68,7 +68,7 @@ MHA_INLINE void FN(few_output_rows)(const int rows, const REAL *weights, int64_t
                                     REAL *out, int64_t out_row)
 {
     for (int64_t c = 0; c < cols;) {
-        int64_t vecs = FN(round_up)(cols - c, V(lanes)) / V(lanes), width = vecs >= 8 ? 8 : vecs >= 4 ? 4 : vecs >= 2 ? 2 : 1;
+        int64_t vecs = mha_round_up(cols - c, V(lanes)) / V(lanes), width = vecs >= 8 ? 8 : vecs >= 4 ? 4 : vecs >= 2 ? 2 : 1;
         if (width > 2 * V(col_vecs)) width = 2 * V(col_vecs);
         int64_t tail = cols - c < width * V(lanes) ? cols % V(lanes) : 0;
         if (V(col_vecs) == 4 && width == 8)
@@ -91,12 +91,12 @@ static void FN(few_hide)(const mha_task *task, FN(scratch) *s, const mha_row *ro
         const char *mask = row->mask + first * task->mask_col;
         for (int64_t k = 0; k < count; k++) scores[k] = mask[k * task->mask_col] ? scores[k] : (REAL)-INFINITY;
     } else if (task->has_mask) {
-        FN(convert)(s->mask_rows, row->mask + first * task->mask_col * FN(item_bytes)(task->mask_dtype),
+        FN(convert)(s->mask_rows, row->mask + first * task->mask_col * mha_item_bytes(task->mask_dtype),
                     task->mask_dtype, task->mask_col, count);
         for (int64_t k = 0; k < count; k += V(lanes))
             V(store)(scores + k, V(add_bias)(V(load)(scores + k), V(load)(s->mask_rows + k)));
     }
-    for (int64_t k = FN(max)(row->visible - first, 0); k < count; k++) scores[k] = -INFINITY;
+    for (int64_t k = mha_max(row->visible - first, 0); k < count; k++) scores[k] = -INFINITY;
     for (int64_t k = count; k < s->score_row && k % V(lanes); k++) scores[k] = -INFINITY;
 }
 
@@ -155,10 +155,10 @@ static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) 
 
 static void FN(few_split)(const mha_task *task, FN(scratch) *s, int64_t split, int careful, FN(state) *state)
 {
-    int64_t begin = split * MHA_KEY_SPLIT, end = FN(min)(task->visible, begin + MHA_KEY_SPLIT);
+    int64_t begin = split * MHA_KEY_SPLIT, end = mha_min(task->visible, begin + MHA_KEY_SPLIT);
     FN(clear)(state, task->num_rows);
     for (int64_t first = begin; first < end; first += MHA_KEY_BLOCK) {
-        FN(block) block = FN(open_block)(task, s, first, FN(min)(end, first + MHA_KEY_BLOCK), 0, careful);
+        FN(block) block = FN(open_block)(task, s, first, mha_min(end, first + MHA_KEY_BLOCK), 0, careful);
         FN(few_block)(task, s, &block, state, first == begin, careful);
     }
 }

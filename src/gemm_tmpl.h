@@ -112,7 +112,7 @@ MHA_INLINE void FN(output_tile)(const int rows, const int vecs, const REAL *REST
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
     for (int n = 0; n < num_runs; n++) {
         const REAL *row = value + runs[n].first * value_row, *weight = weights + runs[n].first * V(panel);
-        int64_t count = FN(min)(runs[n].count, visible - runs[n].first);
+        int64_t count = mha_min(runs[n].count, visible - runs[n].first);
         for (int64_t k = 0; k < count; k++) {
             VEC col[4];
             UNROLL for (int v = 0; v < vecs; v++) col[v] = V(load)(row + v * V(lanes));

@@ -16,6 +16,17 @@
 /* Panels that share one packed copy of a key block. */
 #define MHA_PANELS_PER_PACK 4
 
+static inline int64_t mha_min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t mha_max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t mha_divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+static inline int64_t mha_item_bytes(mha_dtype dtype) { return dtype == MHA_BOOL ? 1 : dtype == MHA_F32 ? 4 : 8; }
+static inline int64_t mha_round_up(int64_t n, int64_t unit) { return mha_divide_up(n, unit) * unit; }
+/* Keys or rows of the next tile where so many are left: the whole tile, or what edge tiles there are. */
+static inline int64_t mha_next_tile(int64_t left, int64_t whole)
+{
+    return left >= whole ? whole : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+}
+
 /* Rows of one head; strides in elements. */
 typedef struct mha_matrix {
     const char *data;

@@ -48,7 +48,7 @@ static int FN(mask_bits)(const mha_task *task, FN(scratch) *s, const FN(panel) *
         FN(set_bits)(s->bits + r / 16 * count, panel->rows[r].mask + first * task->mask_col, task->mask_col, count,
                      panel->shared_mask ? 0xffff : (uint16_t)(1u << r % 16));
     for (int64_t k = 0; k < count; k += FN(mask_tile)) {
-        int64_t keys = FN(min)(count - k, FN(mask_tile));
+        int64_t keys = mha_min(count - k, FN(mask_tile));
         unsigned any = 0;
         for (int64_t g = 0; g < groups; g++)
             for (int64_t i = 0; i < keys; i++) any |= s->bits[g * count + k + i];
@@ -61,7 +61,7 @@ static int FN(mask_bits)(const mha_task *task, FN(scratch) *s, const FN(panel) *
 static void FN(transpose_bias)(REAL *bias, const REAL *const *from, int64_t count, unsigned char *tile_seen)
 {
     for (int64_t k = 0; k < count; k += V(lanes)) {
-        int64_t keys = FN(min)(count - k, V(lanes));
+        int64_t keys = mha_min(count - k, V(lanes));
         VEC r[V(lanes)];
         uint32_t seen = 0;
         if (keys == V(lanes)) UNROLL for (int i = 0; i < V(lanes); i++) r[i] = V(load)(from[i] + k);
@@ -82,14 +82,14 @@ static int FN(mask_bias)(const mha_task *task, FN(scratch) *s, const FN(panel) *
                          FN(run) *runs)
 {
     unsigned char seen[MHA_KEY_BLOCK / FN(mask_tile) + 1] = {0}; /* a vector may reach beyond the last tile */
-    int64_t bytes = FN(item_bytes)(task->mask_dtype);
+    int64_t bytes = mha_item_bytes(task->mask_dtype);
     int in_place = task->mask_dtype == REAL_DTYPE && task->mask_col == 1;
     int num_runs = 0;
     for (int v = 0; v < panel->vecs; v++) {
         const REAL *from[V(lanes)];
         for (int i = 0; i < V(lanes); i++) {
             /* lanes without a row repeat the last one */
-            int64_t r = FN(min)(v * V(lanes) + i, panel->num_rows - 1);
+            int64_t r = mha_min(v * V(lanes) + i, panel->num_rows - 1);
             const char *row = panel->rows[r].mask + first * task->mask_col * bytes;
             from[i] = in_place ? (const REAL *)row : s->mask_rows + (panel->shared_mask ? 0 : i * count);
             if (!in_place && (i == 0 || !panel->shared_mask))
@@ -98,7 +98,7 @@ static int FN(mask_bias)(const mha_task *task, FN(scratch) *s, const FN(panel) *
         FN(transpose_bias)(s->scores + v * V(lanes), from, count, seen);
     }
     for (int64_t k = 0; k < count; k += FN(mask_tile))
-        if (seen[k / FN(mask_tile)]) FN(add_run)(runs, &num_runs, k, FN(min)(count - k, FN(mask_tile)));
+        if (seen[k / FN(mask_tile)]) FN(add_run)(runs, &num_runs, k, mha_min(count - k, FN(mask_tile)));
     return num_runs;
 }
 

@@ -23,12 +23,10 @@ static void FN(convert)(REAL *RESTRICT dst, const char *src, mha_dtype dtype, in
     }
 }
 
-MHA_INLINE int64_t FN(item_bytes)(mha_dtype dtype) { return dtype == MHA_F32 ? 4 : dtype == MHA_BOOL ? 1 : 8; }
-
 /* dst[count][dst_row] = rows first.. of a matrix with cols columns, zeros behind them. */
 static void FN(pack_rows)(REAL *dst, int64_t dst_row, const mha_matrix *src, int64_t first, int64_t count, int64_t cols)
 {
-    int64_t bytes = FN(item_bytes)(src->dtype);
+    int64_t bytes = mha_item_bytes(src->dtype);
     for (int64_t i = 0; i < count; i++, dst += dst_row) {
         FN(convert)(dst, src->data + (first + i) * src->row * bytes, src->dtype, src->col, cols);
         for (int64_t c = cols; c < dst_row; c++) dst[c] = 0;

@@ -46,14 +46,14 @@ static FN(block)
 static int64_t FN(ahead_rows)(const mha_task *task)
 {
     int64_t most = 0, tiles = task->visible / V(key_tile) + 1;
-    for (int n = 0; n < MHA_AHEAD; n++) most = FN(max)(most, task->ahead[n].rows);
+    for (int n = 0; n < MHA_AHEAD; n++) most = mha_max(most, task->ahead[n].rows);
     return (most + tiles - 1) / tiles;
 }
 
 static void FN(look_ahead)(const mha_ahead *ahead, int64_t begin, int64_t end)
 {
     for (int n = 0; n < MHA_AHEAD; n++)
-        for (int64_t r = begin; r < FN(min)(end, ahead[n].rows); r++)
+        for (int64_t r = begin; r < mha_min(end, ahead[n].rows); r++)
             for (int64_t byte = 0; byte < ahead[n].row_bytes; byte += 64)
                 PREFETCH(ahead[n].data + r * ahead[n].step + byte);
 }
@@ -61,9 +61,9 @@ static void FN(look_ahead)(const mha_ahead *ahead, int64_t begin, int64_t end)
 /* Asks for the mask of the keys from key on, a share of the rows with every tile of the block before. */
 static void FN(look_ahead_mask)(const mha_task *task, const FN(panel) *panel, int64_t key, int64_t tile)
 {
-    int64_t bytes = FN(item_bytes)(task->mask_dtype), share = panel->num_rows * V(key_tile) / MHA_KEY_BLOCK + 1;
+    int64_t bytes = mha_item_bytes(task->mask_dtype), share = panel->num_rows * V(key_tile) / MHA_KEY_BLOCK + 1;
     if (task->mask_col != 1 || key >= panel->visible) return;
-    for (int64_t r = tile * share; r < FN(min)((tile + 1) * share, panel->shared_mask ? 1 : panel->num_rows); r++)
+    for (int64_t r = tile * share; r < mha_min((tile + 1) * share, panel->shared_mask ? 1 : panel->num_rows); r++)
         for (int64_t byte = 0; byte < MHA_KEY_BLOCK * bytes; byte += 64)
             PREFETCH(panel->rows[r].mask + key * bytes + byte);
 }
@@ -74,7 +74,7 @@ static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel
                             int64_t first, int64_t count, int64_t block_keys)
 {
     for (int64_t k = first; k < first + count;) {
-        int64_t left = first + count - k, keys = left >= V(key_tile) ? V(key_tile) : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        int64_t left = first + count - k, keys = mha_next_tile(left, V(key_tile));
         int64_t asked = (block->first + k) / V(key_tile) * panel->ahead_rows;
         if (panel->ahead) FN(look_ahead)(panel->ahead, asked, asked + panel->ahead_rows);
         if (task->has_mask) FN(look_ahead_mask)(task, panel, block->first + MHA_KEY_BLOCK, k / V(key_tile));
@@ -104,22 +104,22 @@ static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel
 static void FN(open_panel)(const mha_task *task, FN(scratch) *s, int p, FN(panel) *panel)
 {
     panel->rows = task->rows + p * V(panel);
-    panel->num_rows = FN(min)(task->num_rows - p * V(panel), V(panel));
-    panel->vecs = (int)(FN(round_up)(panel->num_rows, V(lanes)) / V(lanes));
+    panel->num_rows = mha_min(task->num_rows - p * V(panel), V(panel));
+    panel->vecs = (int)(mha_round_up(panel->num_rows, V(lanes)) / V(lanes));
     panel->query = s->query[p];
     panel->ahead = p == 0 ? task->ahead : NULL;
     panel->ahead_rows = FN(ahead_rows)(task);
     panel->shared_mask = 1;
     panel->visible = panel->all_visible = panel->rows[0].visible;
     for (int64_t r = 1; r < panel->num_rows; r++) {
-        panel->visible = FN(max)(panel->visible, panel->rows[r].visible);
-        panel->all_visible = FN(min)(panel->all_visible, panel->rows[r].visible);
+        panel->visible = mha_max(panel->visible, panel->rows[r].visible);
+        panel->all_visible = mha_min(panel->all_visible, panel->rows[r].visible);
         if (panel->rows[r].mask != panel->rows[0].mask) panel->shared_mask = 0;
     }
     for (int v = 0; v < panel->vecs; v++) {
         panel->vec_visible[v] = 0;
-        for (int64_t r = v * V(lanes); r < FN(min)(panel->num_rows, (v + 1) * V(lanes)); r++)
-            panel->vec_visible[v] = FN(max)(panel->vec_visible[v], panel->rows[r].visible);
+        for (int64_t r = v * V(lanes); r < mha_min(panel->num_rows, (v + 1) * V(lanes)); r++)
+            panel->vec_visible[v] = mha_max(panel->vec_visible[v], panel->rows[r].visible);
     }
     for (int v = 0; v < panel->vecs; v++) {
         int strip = v / V(query_vecs) * V(query_vecs);
@@ -134,12 +134,12 @@ static void FN(open_panel)(const mha_task *task, FN(scratch) *s, int p, FN(panel
 static int FN(block_scores)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, const FN(block) *block,
                             FN(run) *runs)
 {
-    int64_t count = FN(min)(block->count, panel->visible - block->first);
+    int64_t count = mha_min(block->count, panel->visible - block->first);
     for (int i = 0; i < panel->vecs * V(lanes); i++) s->block_max[i] = -INFINITY;
     if (block->first + count > panel->all_visible)
         for (int i = 0; i < panel->vecs * V(lanes); i++) {
-            int64_t visible = panel->rows[FN(min)(i, panel->num_rows - 1)].visible - block->first;
-            s->visible[i] = (REAL)FN(max)(FN(min)(visible, MHA_KEY_BLOCK), 0);
+            int64_t visible = panel->rows[mha_min(i, panel->num_rows - 1)].visible - block->first;
+            s->visible[i] = (REAL)mha_max(mha_min(visible, MHA_KEY_BLOCK), 0);
         }
     int num_runs = FN(mask_block)(task, s, panel, block->first, count, runs);
     for (int n = 0; n < num_runs; n++) FN(score_panel)(task, s, panel, block, runs[n].first, runs[n].count, count);
@@ -159,12 +159,12 @@ MHA_INLINE VEC FN(exponentials)(REAL *scores, const FN(run) *runs, int num_runs,
 {
     VEC sum[4] = {V(zero)(), V(zero)(), V(zero)(), V(zero)()};
     for (int n = 0; n < num_runs; n++) {
-        int64_t k = runs[n].first, end = k + runs[n].count, seen = FN(min)(end, visible);
+        int64_t k = runs[n].first, end = k + runs[n].count, seen = mha_min(end, visible);
         for (; k + 4 <= seen; k += 4) UNROLL for (int i = 0; i < 4; i++)
                 sum[i] = V(add)(sum[i], FN(exponential)(scores + (k + i) * V(panel), m));
         UNROLL for (int i = 0; i < 3; i++)
             if (k + i < seen) sum[i] = V(add)(sum[i], FN(exponential)(scores + (k + i) * V(panel), m));
-        for (k = FN(max)(k, seen); k < end; k++) V(store)(scores + k * V(panel), V(zero)());
+        for (k = mha_max(k, seen); k < end; k++) V(store)(scores + k * V(panel), V(zero)());
     }
     return V(add)(V(add)(sum[0], sum[1]), V(add)(sum[2], sum[3]));
 }
@@ -195,8 +195,8 @@ static void FN(block_output)(FN(scratch) *s, const FN(panel) *panel, const FN(bl
         int64_t begin = vecs * t / tiles, width = vecs * (t + 1) / tiles - begin, col = begin * V(lanes);
         for (int64_t r = 0; r < panel->num_rows;) {
             int64_t left = panel->num_rows - r;
-            int64_t rows = left >= V(row_tile) ? V(row_tile) : left >= 4 ? 4 : left >= 2 ? 2 : 1, visible = 0;
-            for (int64_t i = r; i < r + rows; i++) visible = FN(max)(visible, panel->rows[i].visible - block->first);
+            int64_t rows = mha_next_tile(left, V(row_tile)), visible = 0;
+            for (int64_t i = r; i < r + rows; i++) visible = mha_max(visible, panel->rows[i].visible - block->first);
             FN(output_rows)(rows, (int)width, s->scores + r, block->values + col, block->value_row, runs, num_runs,
                             visible, s->alpha + r, first, out + r * s->out_row + col, s->out_row);
             r += rows;
@@ -224,11 +224,11 @@ static void FN(panel_block)(const mha_task *task, FN(scratch) *s, const FN(panel
 static void FN(panels_split)(const mha_task *task, FN(scratch) *s, const FN(panel) *panels, int num_panels,
                              int64_t split, int with_output, int careful, FN(state) *states)
 {
-    int64_t end = FN(min)(task->visible, (split + 1) * MHA_KEY_SPLIT);
+    int64_t end = mha_min(task->visible, (split + 1) * MHA_KEY_SPLIT);
     int started[MHA_PANELS_PER_PACK] = {0};
     for (int p = 0; p < num_panels; p++) FN(clear)(&states[p], panels[p].vecs * V(lanes));
     for (int64_t first = split * MHA_KEY_SPLIT; first < end; first += MHA_KEY_BLOCK) {
-        FN(block) block = FN(open_block)(task, s, first, FN(min)(end, first + MHA_KEY_BLOCK), 1, careful);
+        FN(block) block = FN(open_block)(task, s, first, mha_min(end, first + MHA_KEY_BLOCK), 1, careful);
         for (int p = 0; p < num_panels; p++)
             if (panels[p].visible > first)
                 FN(panel_block)(task, s, &panels[p], &block, &states[p], &started[p], with_output, careful);
@@ -237,7 +237,7 @@ static void FN(panels_split)(const mha_task *task, FN(scratch) *s, const FN(pane
 
 static int FN(open_panels)(const mha_task *task, FN(scratch) *s, FN(panel) *panels)
 {
-    int num_panels = (int)(FN(round_up)(task->num_rows, V(panel)) / V(panel));
+    int num_panels = (int)(mha_round_up(task->num_rows, V(panel)) / V(panel));
     for (int p = 0; p < num_panels; p++) FN(open_panel)(task, s, p, &panels[p]);
     return num_panels;
 }
@@ -286,18 +286,18 @@ static void FN(write_weights)(FN(scratch) *s, const FN(panel) *panel, const FN(b
 {
     for (int v = 0; v < panel->vecs; v++) {
         int lane = v * V(lanes);
-        int64_t rows = FN(min)(panel->num_rows - lane, V(lanes));
+        int64_t rows = mha_min(panel->num_rows - lane, V(lanes));
         const REAL *scores = s->scores + lane;
         REAL inverse[V(lanes)];
         for (int i = 0; i < V(lanes); i++) inverse[i] = 1 / state->row_sum[lane + i];
         VEC m = V(max)(V(load)(state->row_max + lane), V(set1)(-REAL_HIGHEST)), factor = V(load)(inverse);
         for (int n = 0; n < num_runs; n++) {
-            int64_t seen = FN(min)(runs[n].first + runs[n].count, panel->vec_visible[v] - block->first);
+            int64_t seen = mha_min(runs[n].first + runs[n].count, panel->vec_visible[v] - block->first);
             for (int64_t k = runs[n].first; k < seen; k += V(lanes)) {
-                int64_t keys = FN(min)(seen - k, V(lanes));
+                int64_t keys = mha_min(seen - k, V(lanes));
                 VEC w[V(lanes)];
                 for (int i = 0; i < V(lanes); i++) {
-                    VEC score = V(load)(scores + (k + FN(min)(i, keys - 1)) * V(panel));
+                    VEC score = V(load)(scores + (k + mha_min(i, keys - 1)) * V(panel));
                     w[i] = V(mul)(FN(exp_lanes)(V(sub)(score, m)), factor);
                     w[i] = V(zero_hidden)(w[i], score);
                 }
@@ -334,7 +334,7 @@ static void FN(panel_weights)(const mha_task *task, void *memory)
             FN(advance)(panels[p].num_rows, 0, &s->total[p], &s->split[p], split == task->split_begin);
     }
     for (int64_t first = 0; first < task->visible; first += MHA_KEY_BLOCK) {
-        FN(block) block = FN(open_block)(task, s, first, FN(min)(task->visible, first + MHA_KEY_BLOCK), 1, 0);
+        FN(block) block = FN(open_block)(task, s, first, mha_min(task->visible, first + MHA_KEY_BLOCK), 1, 0);
         for (int p = 0; p < num_panels; p++) {
             if (panels[p].visible <= first) continue;
             int num_runs = FN(block_scores)(task, s, &panels[p], &block, runs);

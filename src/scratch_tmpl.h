@@ -22,23 +22,19 @@ typedef struct FN(scratch) {
     uint16_t *bits;        /* [panel / 16][keys of a block]: a bit a query */
 } FN(scratch);
 
-MHA_INLINE int64_t FN(round_up)(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-MHA_INLINE int64_t FN(min)(int64_t a, int64_t b) { return a < b ? a : b; }
-MHA_INLINE int64_t FN(max)(int64_t a, int64_t b) { return a > b ? a : b; }
-
 /* Takes count elements from the memory, on a cache line of their own. */
 static REAL *FN(take)(uintptr_t *memory, int64_t count)
 {
     REAL *taken = (REAL *)*memory;
-    *memory += (uintptr_t)FN(round_up)(count * (int64_t)sizeof(REAL), 64);
+    *memory += (uintptr_t)mha_round_up(count * (int64_t)sizeof(REAL), 64);
     return taken;
 }
 
 static FN(state) FN(take_state)(uintptr_t *memory, const mha_task *task)
 {
     FN(state) state;
-    int64_t rows = FN(min)(task->max_rows, V(panel));
-    state.out = FN(take)(memory, rows * FN(round_up)(task->value_dim, V(lanes)));
+    int64_t rows = mha_min(task->max_rows, V(panel));
+    state.out = FN(take)(memory, rows * mha_round_up(task->value_dim, V(lanes)));
     state.row_max = FN(take)(memory, V(panel));
     state.row_sum = FN(take)(memory, V(panel));
     return state;
@@ -47,18 +43,18 @@ static FN(state) FN(take_state)(uintptr_t *memory, const mha_task *task)
 /* Lays the scratch out over memory (an address, 0 to learn the size); gives where it ends. */
 static uintptr_t FN(lay_out)(FN(scratch) *s, const mha_task *task, uintptr_t memory)
 {
-    int64_t block = FN(min)(task->kv_len, MHA_KEY_BLOCK);
-    int64_t panels = FN(round_up)(task->max_rows, V(panel)) / V(panel);
-    s->out_row = FN(round_up)(task->value_dim, V(lanes));
-    s->few_row = FN(round_up)(task->head_dim, V(lanes));
+    int64_t block = mha_min(task->kv_len, MHA_KEY_BLOCK);
+    int64_t panels = mha_round_up(task->max_rows, V(panel)) / V(panel);
+    s->out_row = mha_round_up(task->value_dim, V(lanes));
+    s->few_row = mha_round_up(task->head_dim, V(lanes));
     for (int64_t p = 0; p < panels; p++) {
-        int64_t width = FN(min)(FN(round_up)(task->max_rows, V(query_vecs) * V(lanes)), V(panel));
-        s->query[p] = FN(take)(&memory, FN(max)(width, MHA_FEW_ROWS) * s->few_row);
+        int64_t width = mha_min(mha_round_up(task->max_rows, V(query_vecs) * V(lanes)), V(panel));
+        s->query[p] = FN(take)(&memory, mha_max(width, MHA_FEW_ROWS) * s->few_row);
         s->split[p] = FN(take_state)(&memory, task);
         s->total[p] = FN(take_state)(&memory, task);
     }
-    s->score_row = FN(round_up)(block + 3, V(lanes));
-    s->scores = FN(take)(&memory, FN(max)(block * V(panel), MHA_FEW_ROWS * s->score_row));
+    s->score_row = mha_round_up(block + 3, V(lanes));
+    s->scores = FN(take)(&memory, mha_max(block * V(panel), MHA_FEW_ROWS * s->score_row));
     s->block_max = FN(take)(&memory, V(panel));
     s->alpha = FN(take)(&memory, V(panel));
     s->visible = FN(take)(&memory, V(panel));
@@ -78,18 +74,18 @@ static uintptr_t FN(lay_out)(FN(scratch) *s, const mha_task *task, uintptr_t mem
 static int64_t FN(scratch_bytes)(const mha_task *task)
 {
     FN(scratch) s;
-    return FN(round_up)(sizeof s, 64) + (int64_t)FN(lay_out)(&s, task, 0);
+    return mha_round_up(sizeof s, 64) + (int64_t)FN(lay_out)(&s, task, 0);
 }
 
 /* The layout itself lies at the beginning, made once for all tasks of a thread. */
 static void FN(open_scratch)(const mha_task *task, void *memory)
 {
-    FN(lay_out)(memory, task, (uintptr_t)memory + (uintptr_t)FN(round_up)(sizeof(FN(scratch)), 64));
+    FN(lay_out)(memory, task, (uintptr_t)memory + (uintptr_t)mha_round_up(sizeof(FN(scratch)), 64));
 }
 
 static int64_t FN(state_bytes)(const mha_task *task)
 {
     uintptr_t memory = 0;
     FN(take_state)(&memory, task);
-    return FN(round_up)(task->max_rows, V(panel)) / V(panel) * (int64_t)memory;
+    return mha_round_up(task->max_rows, V(panel)) / V(panel) * (int64_t)memory;
 }

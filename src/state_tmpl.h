@@ -42,7 +42,7 @@ static int FN(sees)(const mha_task *task, const mha_row *row, int64_t key)
 {
     if (key >= row->visible) return 0;
     if (!task->has_mask) return 1;
-    const char *mask = row->mask + key * task->mask_col * FN(item_bytes)(task->mask_dtype);
+    const char *mask = row->mask + key * task->mask_col * mha_item_bytes(task->mask_dtype);
     if (task->mask_dtype == MHA_BOOL) return *mask != 0;
     return task->mask_dtype == MHA_F32 ? *(const float *)mask != -INFINITY : *(const double *)mask != -INFINITY;
 }
@@ -96,12 +96,12 @@ static void FN(merge)(const mha_task *task, void *states, void *memory)
         uintptr_t end = at + (uintptr_t)FN(state_bytes)(task);
         for (int64_t first = 0, p = 0; first < task->num_rows; first += V(panel), p++) {
             FN(state) part = FN(take_state)(&at, task);
-            FN(fold)(FN(min)(task->num_rows - first, V(panel)), s->out_row, &s->total[p], &part);
+            FN(fold)(mha_min(task->num_rows - first, V(panel)), s->out_row, &s->total[p], &part);
         }
         at = end;
     }
     for (int64_t first = 0, p = 0; first < task->num_rows; first += V(panel), p++)
-        FN(finish)(task, task->rows + first, FN(min)(task->num_rows - first, V(panel)), s->out_row, &s->total[p]);
+        FN(finish)(task, task->rows + first, mha_min(task->num_rows - first, V(panel)), s->out_row, &s->total[p]);
 }
 
 /* Finite numbers only? The rows' own padding columns are finite whenever the rest is. */
@@ -125,10 +125,10 @@ static void FN(add_non_finite)(const mha_task *task, const mha_row *rows, int64_
     for (int n = 0; n < num_runs; n++)
         for (int64_t k = runs[n].first; k < runs[n].first + runs[n].count; k++) {
             int64_t key = first_key + k;
-            const char *value = task->value.data + key * task->value.row * FN(item_bytes)(task->value.dtype);
+            const char *value = task->value.data + key * task->value.row * mha_item_bytes(task->value.dtype);
             for (int64_t c = 0; c < task->value_dim; c++) {
                 REAL x;
-                FN(convert)(&x, value + c * task->value.col * FN(item_bytes)(task->value.dtype), task->value.dtype, 1,
+                FN(convert)(&x, value + c * task->value.col * mha_item_bytes(task->value.dtype), task->value.dtype, 1,
                             1);
                 if (x - x == 0) continue;
                 for (int64_t r = 0; r < count; r++)
