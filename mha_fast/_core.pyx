@@ -12,6 +12,7 @@ from mha_fast._mha cimport (
     MHA_ERR_DTYPE,
     MHA_ERR_ISA,
     MHA_ERR_SHAPE,
+    MHA_ERR_WORKSPACE,
     MHA_F32,
     MHA_F64,
     MHA_I64,
@@ -52,6 +53,9 @@ cnp.import_array()
 
 # A call of less than this keeps the GIL: giving it up may mean waiting behind another thread's switch interval.
 cdef double RELEASE_GIL_NS = 20e3
+cdef enum:
+    SMALL_WORKSPACE = 16384  # bytes
+
 cdef int OPENMP_MAX_AT_IMPORT = mha_openmp_max_threads()
 cdef int MAX_THREADS = _validate.MAX_THREADS
 
@@ -76,18 +80,23 @@ cdef inline mha_dtype dtype_of(cnp.ndarray array) noexcept:
     return MHA_BOOL if num == cnp.NPY_BOOL else MHA_I64
 
 
+cdef inline int item_shift(cnp.ndarray array) noexcept:
+    """log2 of the item size: strides are multiples of it, and a shift is a tenth of a division."""
+    cdef cnp.npy_intp size = cnp.PyArray_ITEMSIZE(array)
+    return 3 if size == 8 else 2 if size == 4 else 1 if size == 2 else 0
+
+
 cdef void fill(mha_array *a, cnp.ndarray array, int lead, int head, int row, int col) noexcept:
     """Describe an array by its axes: `lead` leading ones, then the numbers of head, row and column (-1: has none)."""
     cdef cnp.npy_intp *strides = cnp.PyArray_STRIDES(array)
-    cdef cnp.npy_intp size = cnp.PyArray_ITEMSIZE(array)
-    cdef int d
+    cdef int shift = item_shift(array), d
     a.data = <char *> cnp.PyArray_DATA(array)
     a.dtype = dtype_of(array)
-    a.head = strides[head] // size if head >= 0 else 0
-    a.row = strides[row] // size if row >= 0 else 0
-    a.col = strides[col] // size if col >= 0 else 0
+    a.head = strides[head] >> shift if head >= 0 else 0
+    a.row = strides[row] >> shift if row >= 0 else 0
+    a.col = strides[col] >> shift if col >= 0 else 0
     for d in range(lead):
-        a.lead[d] = strides[d] // size
+        a.lead[d] = strides[d] >> shift
 
 
 cdef void leave_out(mha_params *p) noexcept:
@@ -141,16 +150,24 @@ cdef cnp.ndarray workspace_of(cnp.npy_intp size):
 
 
 cdef int run(mha_params *p) except -1:
-    """Call the core with a workspace of its own."""
-    cdef cnp.ndarray memory = workspace_of(mha_workspace_bytes(p))
-    cdef void *workspace = cnp.PyArray_DATA(memory)
-    cdef int64_t size = cnp.PyArray_SIZE(memory)
-    cdef mha_status status
-    if mha_estimated_ns(p) > RELEASE_GIL_NS:
-        with nogil:
+    """Call the core with a workspace of its own; a short call's lies on the stack."""
+    cdef char small[SMALL_WORKSPACE]
+    cdef bint brief = mha_estimated_ns(p) < RELEASE_GIL_NS
+    cdef mha_status status = MHA_ERR_WORKSPACE
+    cdef cnp.ndarray memory
+    cdef void *workspace
+    cdef int64_t size
+    if brief:
+        status = mha_forward(p, small, SMALL_WORKSPACE)
+    if status == MHA_ERR_WORKSPACE:
+        memory = workspace_of(mha_workspace_bytes(p))
+        workspace = cnp.PyArray_DATA(memory)
+        size = cnp.PyArray_SIZE(memory)
+        if brief:
             status = mha_forward(p, workspace, size)
-    else:
-        status = mha_forward(p, workspace, size)
+        else:
+            with nogil:
+                status = mha_forward(p, workspace, size)
     return check(status)
 
 
@@ -238,7 +255,7 @@ cdef bint plain_mask(mha_array *a, object mask, int num, mha_params *p) noexcept
     for d in range(lead + 3):
         axis = d - (lead + 3 - ndim)
         size = cnp.PyArray_DIM(array, axis) if axis >= 0 else 1
-        stride = cnp.PyArray_STRIDE(array, axis) // cnp.PyArray_ITEMSIZE(array) if size != 1 else 0
+        stride = cnp.PyArray_STRIDE(array, axis) >> item_shift(array) if size != 1 else 0
         if d < lead:
             wanted = p.lead_shape[d]
             a.lead[d] = stride

@@ -32,9 +32,11 @@ typedef struct mha_plan {
     int64_t state_bytes, scratch_bytes, thread_bytes, order_bytes, bytes;
 } mha_plan;
 
+/* What the driver can check at once; a plan is made of checked parameters. */
+mha_status mha_check(const mha_params *params);
 /* The plan for this many threads; the same from the same arguments, so size and use of the workspace agree. bytes is -1 where
  * it is beyond what can be addressed. */
-mha_status mha_make_plan(mha_plan *plan, const mha_params *params, int threads);
+void mha_make_plan(mha_plan *plan, const mha_params *params, int threads);
 /* Lays the plan over memory, aligned to a cache line. */
 void mha_place_plan(mha_plan *plan, char *memory);
 

@@ -83,45 +83,76 @@ MHA_INLINE void FN(few_output_rows)(const int rows, const REAL *weights, int64_t
     }
 }
 
-/* Hides what one row may not see among count keys from first on, and pads the row with -inf. */
-static void FN(few_hide)(const mha_task *task, FN(scratch) *s, const mha_row *row, int64_t first, int64_t count,
+/* Applies the mask of one row to the scores of count keys from first on. */
+static void FN(few_mask)(const mha_task *task, FN(scratch) *s, const mha_row *row, int64_t first, int64_t count,
                          REAL *scores)
 {
-    if (task->has_mask && task->mask_dtype == MHA_BOOL) {
+    if (task->mask_dtype == MHA_BOOL) {
         const char *mask = row->mask + first * task->mask_col;
         for (int64_t k = 0; k < count; k++) scores[k] = mask[k * task->mask_col] ? scores[k] : (REAL)-INFINITY;
-    } else if (task->has_mask) {
-        FN(convert)(s->mask_rows, row->mask + first * task->mask_col * mha_item_bytes(task->mask_dtype),
-                    task->mask_dtype, task->mask_col, count);
-        for (int64_t k = 0; k < count; k += V(lanes))
-            V(store)(scores + k, V(add_bias)(V(load)(scores + k), V(load)(s->mask_rows + k)));
+        return;
     }
-    for (int64_t k = mha_max(row->visible - first, 0); k < count; k++) scores[k] = -INFINITY;
-    for (int64_t k = count; k < s->score_row && k % V(lanes); k++) scores[k] = -INFINITY;
+    FN(convert)(s->mask_rows, row->mask + first * task->mask_col * mha_item_bytes(task->mask_dtype), task->mask_dtype,
+                task->mask_col, count);
+    for (int64_t k = 0; k < count; k += V(lanes))
+        V(store)(scores + k, V(add_bias)(V(load)(scores + k), V(load)(s->mask_rows + k)));
 }
 
-static void FN(few_softmax)(FN(scratch) *s, int64_t r, int64_t count, FN(state) *state)
+static const REAL FN(lane_index)[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* Hides the keys of a block at or beyond visible, the padding of the last vector too, and gives the largest score. The
+ * vectors are stored whole: small stores would hold up the loads of the next pass. */
+static REAL FN(few_max)(REAL *scores, int64_t visible, int64_t count)
 {
-    REAL *scores = s->scores + r * s->score_row, sums[4];
-    VEC highest = V(set1)(-INFINITY), sum = V(zero)();
-    for (int64_t k = 0; k < count; k += V(lanes)) highest = V(max)(highest, V(load)(scores + k));
-    VEC old = V(set1)(state->row_max[r]), now = V(max)(old, V(set1)(V(hmax)(highest)));
-    VEC m = V(max)(now, V(set1)(-REAL_HIGHEST));
+    VEC highest = V(set1)(-INFINITY), index = V(load)(FN(lane_index));
+    for (int64_t k = 0; k < count; k += V(lanes)) {
+        VEC score = V(load)(scores + k);
+        if (visible < k + V(lanes)) {
+            score = V(below)(score, index, V(set1)((REAL)mha_max(visible - k, 0)));
+            V(store)(scores + k, score);
+        }
+        highest = V(max)(highest, score);
+    }
+    return V(hmax)(highest);
+}
+
+MHA_INLINE VEC FN(few_exponentials)(REAL *scores, int64_t count, REAL old_max, REAL block_max)
+{
+    VEC m = V(max)(V(max)(V(set1)(old_max), V(set1)(block_max)), V(set1)(-REAL_HIGHEST)), sum = V(zero)();
     for (int64_t k = 0; k < count; k += V(lanes)) {
         VEC weight = FN(exp_lanes)(V(sub)(V(load)(scores + k), m));
         V(store)(scores + k, weight);
         sum = V(add)(sum, weight);
     }
-    V(hsum4)(sum, sum, sum, sum, sums);
-    V(store_n)(s->alpha + r, FN(exp_lanes)(V(sub)(old, m)), 1);
-    V(store_n)(state->row_max + r, now, 1);
-    state->row_sum[r] = state->row_sum[r] * s->alpha[r] + sums[0];
+    return sum;
+}
+
+/* Scores become weights. What there is one of for each row is worked out for all rows in one vector. */
+static void FN(few_softmax)(FN(scratch) *s, int64_t rows, int64_t count, const REAL *block_max, FN(state) *state)
+{
+    REAL sums[MHA_FEW_ROWS + V(lanes)];
+    for (int64_t r = 0; r < rows; r += 4) {
+        VEC sum[4];
+        UNROLL for (int64_t i = 0; i < 4; i++)
+            sum[i] = r + i < rows ? FN(few_exponentials)(s->scores + (r + i) * s->score_row, count,
+                                                         state->row_max[r + i], block_max[r + i])
+                                  : V(zero)();
+        V(hsum4)(sum[0], sum[1], sum[2], sum[3], sums + r);
+    }
+    for (int64_t r = 0; r < rows; r += V(lanes)) {
+        VEC old = V(load)(state->row_max + r), now = V(max)(old, V(load)(block_max + r));
+        VEC alpha = FN(exp_lanes)(V(sub)(old, V(max)(now, V(set1)(-REAL_HIGHEST))));
+        V(store)(s->alpha + r, alpha);
+        V(store)(state->row_max + r, now);
+        V(store)(state->row_sum + r, V(fma)(V(load)(state->row_sum + r), alpha, V(load)(sums + r)));
+    }
 }
 
 static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
                           int careful)
 {
     int64_t rows = task->num_rows, count = block->count;
+    REAL block_max[MHA_FEW_ROWS + V(lanes)];
     for (int64_t r = 0; r < rows;) {
         const REAL *query = s->query[0] + r * s->few_row;
         REAL *scores = s->scores + r * s->score_row;
@@ -134,9 +165,11 @@ static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) 
         r += rows - r >= V(few_rows) ? V(few_rows) : rows - r >= 2 ? 2 : 1;
     }
     for (int64_t r = 0; r < rows; r++) {
-        FN(few_hide)(task, s, task->rows + r, block->first, count, s->scores + r * s->score_row);
-        FN(few_softmax)(s, r, count, state);
+        REAL *scores = s->scores + r * s->score_row;
+        if (task->has_mask) FN(few_mask)(task, s, task->rows + r, block->first, count, scores);
+        block_max[r] = FN(few_max)(scores, mha_min(task->rows[r].visible - block->first, count), count);
     }
+    FN(few_softmax)(s, rows, count, block_max, state);
     for (int64_t r = 0; r < rows; r += 2) {
         const REAL *weights = s->scores + r * s->score_row;
         REAL *out = state->out + r * s->out_row;

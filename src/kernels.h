@@ -13,8 +13,10 @@
 #define MHA_KEY_BLOCK 256
 #define MHA_KEY_SPLIT 1024
 #define MHA_FEW_ROWS 8
-/* Panels that share one packed copy of a key block. */
-#define MHA_PANELS_PER_PACK 4
+/* Panels of a task that go through the key blocks together: they share a block's packed copy, or read it again from the
+ * nearer cache where a head's keys and values are more than that holds. */
+#define MHA_PANELS_TOGETHER 4
+#define MHA_CACHE_BYTES (1 << 20)
 
 static inline int64_t mha_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t mha_max(int64_t a, int64_t b) { return a > b ? a : b; }

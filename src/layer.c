@@ -125,8 +125,9 @@ static mha_status make_layer_plan(layer_plan *plan, const mha_layer *layer, char
     out->out = layer->out.data;
     out->out_row = layer->out.row;
     out->out_batch = layer->out.lead[0];
-    mha_status status = mha_make_plan(&plan->plan, p, plan->threads);
+    mha_status status = mha_check(p);
     if (status != MHA_OK) return status;
+    mha_make_plan(&plan->plan, p, plan->threads);
     plan->kernels = plan->plan.kernels;
     char *attention = take(plan, plan->plan.bytes < 0 ? INT64_MAX : plan->plan.bytes);
     if (memory && plan->bytes >= 0) mha_place_plan(&plan->plan, attention);

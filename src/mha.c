@@ -83,19 +83,24 @@ static int64_t layout(mha_plan *plan)
 
 static int is_real(mha_dtype dtype) { return dtype == MHA_F32 || dtype == MHA_F64; }
 
-mha_status mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
+mha_status mha_check(const mha_params *p)
 {
     if (!mha_isa_built(p->isa)) return MHA_ERR_ISA;
     if (!is_real(p->dtype)) return MHA_ERR_DTYPE;
     if (p->num_heads < 0 || p->num_kv_heads < 0 || (p->num_kv_heads == 0 && p->num_heads > 0)) return MHA_ERR_SHAPE;
     if (p->q_len < 0 || p->kv_len < 0 || p->head_dim < 0 || p->value_dim < 0) return MHA_ERR_SHAPE;
-    if (threads < 1 || p->lead_ndim < 0 || p->lead_ndim > MHA_MAX_LEAD) return MHA_ERR_SHAPE;
+    if (p->num_threads < 1 || p->lead_ndim < 0 || p->lead_ndim > MHA_MAX_LEAD) return MHA_ERR_SHAPE;
     if (p->num_kv_heads && p->num_heads % p->num_kv_heads) return MHA_ERR_SHAPE;
     if (p->causal && !p->offset.data) return MHA_ERR_SHAPE;
     for (int64_t d = 0; d < p->lead_ndim; d++)
         if (p->lead_shape[d] < 0) return MHA_ERR_SHAPE;
     if (!is_real(p->query.dtype) || !is_real(p->key.dtype) || !is_real(p->value.dtype)) return MHA_ERR_DTYPE;
     if (p->mask.data && p->mask.dtype != MHA_BOOL && !is_real(p->mask.dtype)) return MHA_ERR_DTYPE;
+    return MHA_OK;
+}
+
+void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
+{
     plan->p = p;
     plan->kernels = levels[p->isa].kernels[p->dtype];
     plan->batches = 1;
@@ -110,13 +115,17 @@ mha_status mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
         p->kv_len >= 4 * MHA_KEY_SPLIT && !plan->few;
     int packs = far || p->key.dtype != p->dtype || p->value.dtype != p->dtype || p->key.col != 1 || p->value.col != 1 ||
                 p->value_dim % tiles.lanes;
+    int64_t head_bytes = p->head_dim * mha_item_bytes(p->key.dtype) + p->value_dim * mha_item_bytes(p->value.dtype);
     int64_t panels = plan->few ? 1 : mha_divide_up(plan->rows, tiles.panel);
-    int64_t together = packs && !plan->few ? mha_min(panels, MHA_PANELS_PER_PACK) : 1;
+    int64_t heads = mha_saturating(plan->batches, p->num_kv_heads);
+    int shares = packs || (mha_saturating(p->kv_len, head_bytes) >= MHA_CACHE_BYTES &&
+                           mha_saturating(heads, panels) >= 8 * MHA_PANELS_TOGETHER * (int64_t)threads);
+    int64_t together = shares && !plan->few ? mha_min(panels, MHA_PANELS_TOGETHER) : 1;
     plan->rows_per_task = plan->few ? mha_max(plan->rows, 1) : mha_min(mha_max(plan->rows, 1), together * tiles.panel);
     plan->row_tasks = mha_divide_up(plan->rows, plan->rows_per_task);
     plan->splits = mha_max(mha_divide_up(p->kv_len, MHA_KEY_SPLIT), 1);
     plan->threads = threads;
-    plan->tasks = mha_saturating(mha_saturating(plan->batches, p->num_kv_heads), plan->row_tasks);
+    plan->tasks = mha_saturating(heads, plan->row_tasks);
     plan->split_tasks = plan->threads > 1 && plan->splits > 1 && plan->tasks < 4 * (int64_t)plan->threads;
     if (plan->split_tasks) plan->tasks = mha_saturating(plan->tasks, plan->splits);
     plan->shared = (mha_task){.scale = p->scale,
@@ -134,11 +143,10 @@ mha_status mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
                               .key = {NULL, p->key.dtype, p->key.row, p->key.col},
                               .value = {NULL, p->value.dtype, p->value.row, p->value.col}};
     plan->bytes = -1;
-    if (p->head_dim > MHA_MAX_DEPTH || p->value_dim > MHA_MAX_DEPTH || plan->batches > MHA_MAX_DEPTH) return MHA_OK;
+    if (p->head_dim > MHA_MAX_DEPTH || p->value_dim > MHA_MAX_DEPTH || plan->batches > MHA_MAX_DEPTH) return;
     plan->state_bytes = plan->kernels->state_bytes(&plan->shared);
     plan->scratch_bytes = plan->kernels->scratch_bytes(&plan->shared);
     plan->bytes = layout(plan);
-    return MHA_OK;
 }
 
 /* ---- a task's rows */
@@ -391,10 +399,12 @@ void mha_place_plan(mha_plan *plan, char *memory)
 
 static mha_status plan_call(mha_plan *plan, const mha_params *p)
 {
-    mha_status status = mha_make_plan(plan, p, p->num_threads);
+    mha_status status = mha_check(p);
     if (status != MHA_OK) return status;
-    int threads = mha_estimated_ns(p) < MHA_INLINE_NS ? 1 : (int)mha_max(mha_min(p->num_threads, plan->tasks), 1);
-    return threads == p->num_threads ? MHA_OK : mha_make_plan(plan, p, threads);
+    int threads = mha_estimated_ns(p) < MHA_INLINE_NS ? 1 : p->num_threads;
+    mha_make_plan(plan, p, threads);
+    if (plan->tasks < threads) mha_make_plan(plan, p, (int)mha_max(plan->tasks, 1));
+    return MHA_OK;
 }
 
 int64_t mha_workspace_bytes(const mha_params *params)

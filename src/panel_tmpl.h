@@ -225,7 +225,7 @@ static void FN(panels_split)(const mha_task *task, FN(scratch) *s, const FN(pane
                              int64_t split, int with_output, int careful, FN(state) *states)
 {
     int64_t end = mha_min(task->visible, (split + 1) * MHA_KEY_SPLIT);
-    int started[MHA_PANELS_PER_PACK] = {0};
+    int started[MHA_PANELS_TOGETHER] = {0};
     for (int p = 0; p < num_panels; p++) FN(clear)(&states[p], panels[p].vecs * V(lanes));
     for (int64_t first = split * MHA_KEY_SPLIT; first < end; first += MHA_KEY_BLOCK) {
         FN(block) block = FN(open_block)(task, s, first, mha_min(end, first + MHA_KEY_BLOCK), 1, careful);
@@ -258,8 +258,8 @@ static void FN(advance)(int64_t rows, int64_t out_row, FN(state) *total, FN(stat
 static void FN(attend_panels)(const mha_task *task, void *memory)
 {
     FN(scratch) *s = memory;
-    FN(panel) panels[MHA_PANELS_PER_PACK];
-    FN(state) left[MHA_PANELS_PER_PACK], *states = task->state ? left : s->split;
+    FN(panel) panels[MHA_PANELS_TOGETHER];
+    FN(state) left[MHA_PANELS_TOGETHER], *states = task->state ? left : s->split;
     int num_panels = FN(open_panels)(task, s, panels);
     uintptr_t at = (uintptr_t)task->state;
     for (int p = 0; p < num_panels; p++) {
@@ -325,7 +325,7 @@ static void FN(undefined_weights)(const mha_task *task, const FN(panel) *panel, 
 static void FN(panel_weights)(const mha_task *task, void *memory)
 {
     FN(scratch) *s = memory;
-    FN(panel) panels[MHA_PANELS_PER_PACK];
+    FN(panel) panels[MHA_PANELS_TOGETHER];
     FN(run) runs[MHA_KEY_BLOCK / FN(mask_tile)];
     int num_panels = FN(open_panels)(task, s, panels);
     for (int64_t split = task->split_begin; split < task->split_end; split++) {

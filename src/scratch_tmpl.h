@@ -10,8 +10,8 @@ typedef struct FN(state) {
 typedef struct FN(scratch) {
     int64_t out_row; /* value_dim rounded up to whole vectors */
     int64_t few_row; /* head_dim rounded up, for the few-query kernel */
-    REAL *query[MHA_PANELS_PER_PACK];
-    FN(state) split[MHA_PANELS_PER_PACK], total[MHA_PANELS_PER_PACK];
+    REAL *query[MHA_PANELS_TOGETHER];
+    FN(state) split[MHA_PANELS_TOGETHER], total[MHA_PANELS_TOGETHER];
     int64_t score_row;     /* keys of a block and 3 more, rounded up, for the few-query kernel */
     REAL *scores;          /* [keys of a block][panel], or [rows][score_row] */
     REAL *block_max;       /* [panel] */

@@ -107,13 +107,16 @@ static void FN(merge)(const mha_task *task, void *states, void *memory)
 /* Finite numbers only? The rows' own padding columns are finite whenever the rest is. */
 static int FN(is_finite)(const FN(state) *state, int64_t rows, int64_t out_row)
 {
-    VEC nothing = V(zero)();
+    VEC nothing[4] = {V(zero)(), V(zero)(), V(zero)(), V(zero)()}; /* four, for one would wait for itself */
     for (int64_t r = 0; r < rows; r++) {
         if (state->row_sum[r] == 0) continue;
-        for (int64_t c = 0; c < out_row; c += V(lanes))
-            nothing = V(fma)(V(load)(state->out + r * out_row + c), V(zero)(), nothing);
+        const REAL *row = state->out + r * out_row;
+        int64_t c = 0;
+        for (; c + 4 * V(lanes) <= out_row; c += 4 * V(lanes)) UNROLL for (int i = 0; i < 4; i++)
+                nothing[i] = V(fma)(V(load)(row + c + i * V(lanes)), V(zero)(), nothing[i]);
+        for (; c < out_row; c += V(lanes)) nothing[0] = V(fma)(V(load)(row + c), V(zero)(), nothing[0]);
     }
-    return !V(any_nan)(nothing);
+    return !V(any_nan)(V(add)(V(add)(nothing[0], nothing[1]), V(add)(nothing[2], nothing[3])));
 }
 
 /* With the non-finite entries of the values left out of the product, adds them for the queries that see them.
