@@ -36,7 +36,8 @@ def constants():
     """Task sizes that the driver fixes, from its source."""
     layer, kernels = ((SOURCE / name).read_text() for name in ("layer.c", "kernels.h"))
     found = {name: re.search(rf"\b{name} = (\d+)", layer) for name in ("ROWS", "COLUMN_TILES", "PACK_ROWS")}
-    found["PANELS_PER_PACK"] = re.search(r"MHA_PANELS_PER_PACK (\d+)", kernels)
+    for name in ("PANELS_TOGETHER", "CACHE_BYTES"):
+        found[name] = re.search(rf"\bMHA_{name} (\d+)", kernels)
     return {name: int(match[1]) for name, match in found.items()}
 
 
@@ -64,12 +65,15 @@ class Plan:
         key_row = case.num_hiddens if case.layout == "blhd" or case.kind == "layer" else case.head_dim
         far = key_row * self.item >= 2048 and case.kv_len >= 4 * config["key_split"] and not self.few
         packs = (far or case.head_dim % self.lanes) and not self.few
-        together = min(divide_up(self.rows, self.panel), CONSTANTS["PANELS_PER_PACK"]) if packs else 1
+        panels, heads, most = divide_up(self.rows, self.panel), case.batch * case.kv_heads, CONSTANTS["PANELS_TOGETHER"]
+        large = case.kv_len * 2 * case.head_dim * self.item >= CONSTANTS["CACHE_BYTES"] and not self.few
+        together = min(panels, most) if packs or (large and heads * panels >= 8 * most * threads) else 1
         self.rows_per_task = self.rows if self.few else min(self.rows, together * self.panel)
         self.row_tasks = divide_up(self.rows, self.rows_per_task)
         self.splits = max(divide_up(case.kv_len, config["key_split"]), 1)
         whole = case.batch * case.kv_heads * self.row_tasks
         tasks = whole * self.splits if self.splits_keys(whole, threads) else whole
+        self.tail = min(heads, 4 * threads // self.row_tasks) if case.is_causal else 0
         self.threads = threads if case.kind == "layer" else min(threads, tasks)
         self.split = self.splits_keys(whole, self.threads)
 
@@ -80,12 +84,13 @@ class Plan:
         """(batch entry, first row, rows, keys that its last row sees) of each whole task, in the driver's order."""
         lengths = self.case.lengths()
         entries = np.argsort(-lengths, kind="stable") if self.case.ragged else range(self.case.batch)
-        for entry in entries:
-            for _ in range(self.case.kv_heads):
-                for n in reversed(range(self.row_tasks)):
-                    first = n * self.rows_per_task
-                    count = min(self.rows - first, self.rows_per_task)
-                    yield entry, first, count, self.seen(int(lengths[entry]), (first + count - 1) // self.group)
+        heads = [entry for entry in entries for _ in range(self.case.kv_heads)]
+        groups, body = range(self.row_tasks - 1, -1, -1), len(heads) - self.tail
+        order = [(entry, n) for entry in heads[:body] for n in groups]
+        for entry, n in order + [(entry, n) for n in groups for entry in heads[body:]]:
+            first = n * self.rows_per_task
+            count = min(self.rows - first, self.rows_per_task)
+            yield entry, first, count, self.seen(int(lengths[entry]), (first + count - 1) // self.group)
 
     def seen(self, length, query):
         if not self.case.is_causal:

@@ -16,7 +16,7 @@
 /* Panels of a task that go through the key blocks together: they share a block's packed copy, or read it again from the
  * nearer cache where a head's keys and values are more than that holds. */
 #define MHA_PANELS_TOGETHER 4
-#define MHA_CACHE_BYTES (1 << 20)
+#define MHA_CACHE_BYTES 1048576
 
 static inline int64_t mha_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t mha_max(int64_t a, int64_t b) { return a > b ? a : b; }

@@ -117,15 +117,16 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
                 p->value_dim % tiles.lanes;
     int64_t head_bytes = p->head_dim * mha_item_bytes(p->key.dtype) + p->value_dim * mha_item_bytes(p->value.dtype);
     int64_t panels = plan->few ? 1 : mha_divide_up(plan->rows, tiles.panel);
-    int64_t heads = mha_saturating(plan->batches, p->num_kv_heads);
+    plan->heads = mha_saturating(plan->batches, p->num_kv_heads);
     int shares = packs || (mha_saturating(p->kv_len, head_bytes) >= MHA_CACHE_BYTES &&
-                           mha_saturating(heads, panels) >= 8 * MHA_PANELS_TOGETHER * (int64_t)threads);
+                           mha_saturating(plan->heads, panels) >= 8 * MHA_PANELS_TOGETHER * (int64_t)threads);
     int64_t together = shares && !plan->few ? mha_min(panels, MHA_PANELS_TOGETHER) : 1;
     plan->rows_per_task = plan->few ? mha_max(plan->rows, 1) : mha_min(mha_max(plan->rows, 1), together * tiles.panel);
     plan->row_tasks = mha_divide_up(plan->rows, plan->rows_per_task);
+    plan->tail_heads = p->causal ? mha_min(plan->heads, 4 * (int64_t)threads / mha_max(plan->row_tasks, 1)) : 0;
     plan->splits = mha_max(mha_divide_up(p->kv_len, MHA_KEY_SPLIT), 1);
     plan->threads = threads;
-    plan->tasks = mha_saturating(heads, plan->row_tasks);
+    plan->tasks = mha_saturating(plan->heads, plan->row_tasks);
     plan->split_tasks = plan->threads > 1 && plan->splits > 1 && plan->tasks < 4 * (int64_t)plan->threads;
     if (plan->split_tasks) plan->tasks = mha_saturating(plan->tasks, plan->splits);
     plan->shared = (mha_task){.scale = p->scale,
@@ -220,12 +221,19 @@ typedef struct place {
 } place;
 
 /* Task t of (batch entries by work, kv heads, row groups from the last to the first): the last rows see most keys, and
- * tasks of one head follow each other while its keys and values are in the cache. */
+ * tasks of one head follow each other while its keys and values are in the cache. The last heads' tasks are sorted by row
+ * group alone where a border makes them unequal: many threads then end together. */
 static place locate(const mha_plan *plan, int64_t t)
 {
-    int64_t head = t / plan->row_tasks, batch = head / plan->p->num_kv_heads;
+    int64_t head = t / plan->row_tasks, group = t % plan->row_tasks, first_tail = plan->heads - plan->tail_heads;
+    if (head >= first_tail) {
+        t -= first_tail * plan->row_tasks;
+        head = first_tail + t % plan->tail_heads;
+        group = t / plan->tail_heads;
+    }
+    int64_t batch = head / plan->p->num_kv_heads;
     return (place){plan->order ? plan->order[batch] : batch, head % plan->p->num_kv_heads,
-                   (plan->row_tasks - 1 - t % plan->row_tasks) * plan->rows_per_task};
+                   (plan->row_tasks - 1 - group) * plan->rows_per_task};
 }
 
 static char *head_rows(const mha_params *p, const mha_array *a, place place)
