@@ -162,6 +162,13 @@ def thread_count(value, name):
     return number
 
 
+def slope_count(num_heads):
+    """A number of heads for `alibi_slopes` as an int."""
+    number = positive_integer(num_heads, "num_heads")
+    _check_size((number,), _FLOAT64.itemsize, "alibi_slopes")
+    return number
+
+
 def _finite_number(value, name):
     """The value as a finite float; takes Python and NumPy numbers and 0-d arrays."""
     if isinstance(value, np.ndarray) and value.ndim == 0:
