@@ -288,6 +288,17 @@ def test_a_steep_slope_never_empties_a_row(attention, rng, dtype):
     assert np.isfinite(lse).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_low_score_under_a_steep_slope_stays_finite(attention, dtype):
+    """Their sum would be -inf, and a row of -inf is NaN."""
+    limit = np.finfo(dtype).max
+    query, key = np.array([[1.0]], dtype), np.array([[0], [-limit / 2]], dtype)
+    options = {"attn_mask": np.array([False, True]), "scale": 1.0, "alibi_slopes": [float(limit)]}
+    out, lse = attention(query, key, np.array([[1.0], [2.0]], dtype), return_lse=True, **options)
+    assert out.item() == 2
+    assert lse.item() == -limit
+
+
 def test_slopes_of_every_rank(attention, rng):
     query, key, value = qkv(rng, batch=6, heads=2, queries=4, keys=5)
     slopes = draw(rng, 6, 2)
