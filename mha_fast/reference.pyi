@@ -3,6 +3,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from mha_fast._weights import AttentionWeights, FFNWeights
+
 __all__ = ["MultiHeadAttention", "PositionWiseFFN", "scaled_dot_product_attention"]
 
 # An array; with return_lse or return_weights a tuple of arrays.
@@ -25,7 +27,7 @@ def scaled_dot_product_attention(
     num_threads: int | None = None,
 ) -> Any: ...
 
-class MultiHeadAttention:
+class MultiHeadAttention(AttentionWeights):
     num_hiddens: int
     num_heads: int
     num_kv_heads: int
@@ -85,7 +87,7 @@ class MultiHeadAttention:
     def transpose_output(self, X: ArrayLike) -> NDArray[Any]: ...
     def astype(self, dtype: DTypeLike) -> MultiHeadAttention: ...
 
-class PositionWiseFFN:
+class PositionWiseFFN(FFNWeights):
     num_hiddens: int
     ffn_num_hiddens: int
     W_1: NDArray[Any]
