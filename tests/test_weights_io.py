@@ -214,13 +214,13 @@ def test_a_file_of_weights_with_strides(rng, tmp_path, suffix):
 def test_other_suffixes(tmp_path, name):
     layer = mha_fast.PositionWiseFFN(2, 3)
     for call in (layer.save, mha_fast.PositionWiseFFN.load):
-        with pytest.raises(ValueError, match="expected the suffix .npz or .safetensors"):
+        with pytest.raises(ValueError, match=r"expected the suffix .npz or .safetensors"):
             call(tmp_path / name)
     assert not os.listdir(tmp_path)
 
 
 def test_a_path_is_a_path():
-    with pytest.raises(TypeError, match="path is a int; expected a str or an os.PathLike"):
+    with pytest.raises(TypeError, match="path is a int; expected a str"):
         mha_fast.PositionWiseFFN.load(3)
 
 
@@ -297,7 +297,7 @@ def test_files_of_something_else(tmp_path):
         mha_fast.PositionWiseFFN.load(path)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("W_1", b"no array")
-    with pytest.raises(ValueError, match="lacks W_2|no readable"):
+    with pytest.raises(ValueError, match=r"lacks W_2|no readable"):
         mha_fast.PositionWiseFFN.load(path)
 
 
@@ -401,7 +401,7 @@ def test_torch_modules_that_a_layer_cannot_be(torch):
         make(state, 3)
     with pytest.raises(ValueError, match="add_zero_attn"):
         make(module_of(torch, add_zero_attn=True))
-    with pytest.raises(TypeError, match="source is a Linear; expected a torch.nn.MultiheadAttention"):
+    with pytest.raises(TypeError, match=r"source is a Linear; expected a torch.nn.MultiheadAttention"):
         make(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="num_heads is 4 but source has 3"):
         make(module_of(torch), num_heads=4)
