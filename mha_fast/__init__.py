@@ -12,11 +12,12 @@ except ModuleNotFoundError as error:
         'Run "pip install -e ." in the folder above it, or leave that folder to import an installed mha_fast.'
     ) from None
 from mha_fast._config import get_num_threads, set_num_threads, show_config
-from mha_fast.attention import MultiHeadAttention, PositionWiseFFN
+from mha_fast.attention import MultiHeadAttention, PositionWiseFFN, alibi_slopes
 
 __all__ = [
     "MultiHeadAttention",
     "PositionWiseFFN",
+    "alibi_slopes",
     "get_num_threads",
     "scaled_dot_product_attention",
     "set_num_threads",

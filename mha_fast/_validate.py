@@ -3,8 +3,8 @@
 Both implementations call these functions and nothing else checks what a user passes, so both
 raise the same exception with the same text. A wrong type or dtype is a TypeError, a wrong shape
 or value a ValueError; the text names the argument, what came, and what was expected. Nothing of
-the caller's is changed, and nothing is computed from array values except what a length or an
-offset means.
+the caller's is changed, and no array values are looked at except lengths, offsets, slopes, sinks
+and row numbers.
 
 Words: `lead` is the shape before the head axis, H and Hkv are the query and key/value heads,
 L the queries, S the keys, E the width of a query and a key, Ev that of a value.
@@ -22,14 +22,15 @@ import numpy as np
 
 _PACKAGE = __name__.partition(".")[0]
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
-_SUPPORTED = "float32 and float64 are supported, bool and integers become float64"
+_SUPPORTED = "float16, bfloat16, float32 and float64 are supported, bool and integers become float64"
+_SUPPORTED_BY_LAYERS = "layers support float32 and float64, bool and integers become float64"
 _LAYOUTS = ("bhld", "blhd")
 _ALIGNMENTS = ("upper_left", "lower_right")
 
 # More threads than any machine has cores only cost; and where the system refuses to start one, the OpenMP runtime ends
 # the process.
 MAX_THREADS = 1024
-# Offsets beyond this see all keys or none; i + offset then stays inside int64 for every i.
+# Offsets and windows beyond this see all keys or none. i + offset and its distance to a key then stay inside int64.
 _MAX_OFFSET = 2**62
 # Candidates that the exact overlap test may try; views that one array's slicing and transposing
 # gives are decided within a few dozen.
@@ -47,7 +48,11 @@ class Call(NamedTuple):
     """One attention call after every check; no field needs another one.
 
     The arrays are heads first whatever the caller's layout, 2-D inputs have a head axis of size
-    1, leading axes are broadcast views. Inputs keep their storage dtype, float32 or float64.
+    1, leading axes are broadcast views. Inputs keep their storage dtype: float16, bfloat16, float32
+    or float64, native and aligned.
+
+    Query i stands at position i + offset among the keys; causality, window and slopes count from
+    there. Compare distances, i + offset - j: a position plus a window may leave int64.
     """
 
     query: np.ndarray  # (*lead, H, L, E)
@@ -58,7 +63,7 @@ class Call(NamedTuple):
     causal: bool
     offset: np.ndarray  # (*lead,) int64: if causal, query i sees key j iff j <= i + offset
     scale: float
-    dtype: np.dtype  # of the result and of the computation
+    dtype: np.dtype  # of the result
     shape: tuple[int, ...]  # of the result, as the caller sees it
     out: np.ndarray | None  # (*lead, H, L, Ev), a view of out_object
     out_object: Any  # the very object to return, or None
@@ -67,6 +72,12 @@ class Call(NamedTuple):
     return_lse: bool
     return_weights: bool
     num_threads: int | None
+    window: tuple[int, int]  # (left, right), -1 = no limit: -right <= i + offset - j <= left
+    softcap: float  # 0 = none, else normal in `compute`
+    slopes: np.ndarray | None  # (*lead, H) in `compute`, finite: adds -slope * |i + offset - j|
+    sinks: np.ndarray | None  # (H,) in `compute`, finite or -inf
+    weights_rows: np.ndarray | None  # (R,) int64 in 0..L-1: the queries whose weights are returned, None = all
+    compute: np.dtype  # of the computation, of log-sum-exp and weights: float32 or float64
 
 
 class LayerCall(NamedTuple):
@@ -127,14 +138,18 @@ def flag(value, name):
 
 def positive_integer(value, name):
     """The value as an int of at least 1."""
+    return _integer(value, name, 1)
+
+
+def _integer(value, name, least):
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{name} is {_show(value)}; expected an integer")
     try:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} is {_show(value)}; expected an integer") from None
-    if number < 1:
-        raise ValueError(f"{name} is {_show(number)}; expected at least 1")
+    if number < least:
+        raise ValueError(f"{name} is {_show(number)}; expected at least {least}")
     return number
 
 
@@ -145,6 +160,13 @@ def thread_count(value, name):
     number = positive_integer(value, name)
     if number > MAX_THREADS:
         raise ValueError(f"{name} is {_show(number)}; expected at most {MAX_THREADS}")
+    return number
+
+
+def slope_count(num_heads):
+    """A number of heads for `alibi_slopes` as an int."""
+    number = positive_integer(num_heads, "num_heads")
+    _check_size((number,), _FLOAT64.itemsize, "alibi_slopes")
     return number
 
 
@@ -186,14 +208,32 @@ def _choice(value, name, choices):
     return str(value)
 
 
-def _causal_alignment(is_causal):
+def _causal_alignment(is_causal, q_offset):
     """False, True, "upper_left" or "lower_right"."""
     if isinstance(is_causal, (bool, np.bool_)):
         return bool(is_causal)
     if not isinstance(is_causal, str) or is_causal not in _ALIGNMENTS:
         kind = ValueError if isinstance(is_causal, str) else TypeError
         raise kind(f'is_causal is {_show(is_causal)}; expected True, False, "upper_left" or "lower_right"')
+    if q_offset is not None:
+        raise ValueError(f'is_causal="{is_causal}" gives the offset; expected no q_offset beside it')
     return str(is_causal)
+
+
+def _window(window_size):
+    """(left, right) as ints; one that is too large for any key to lie outside is clipped."""
+    vector = isinstance(window_size, np.ndarray) and window_size.ndim == 1
+    if not isinstance(window_size, (tuple, list)) and not vector:
+        raise TypeError(
+            f"window_size is {_show(window_size)}; expected a pair (left, right): how many keys before and behind its "
+            "own position a query sees, -1 for no limit"
+        )
+    if len(window_size) != 2:
+        raise ValueError(f"window_size is {_show(window_size)}; expected two integers: (left, right)")
+    left, right = (
+        min(_integer(size, f"window_size[{side}]", -1), _MAX_OFFSET) for side, size in enumerate(window_size)
+    )
+    return left, right
 
 
 def layer_dtype(dtype):
@@ -246,21 +286,53 @@ def as_array(value, name):
         raise TypeError(f"{name} cannot be converted to an array: {error}") from error
 
 
-def _storage_dtype(dtype, name):
-    """The dtype in which the computation reads an array of this dtype."""
-    if dtype.type in (np.float32, np.float64):
+def _is_half(dtype):
+    """True for float16 and for bfloat16, which is told by its name: it is ml_dtypes' and that is optional."""
+    return dtype.type is np.float16 or dtype.name == "bfloat16"
+
+
+def _storage_dtype(dtype, name, half=True):
+    """The dtype in which an array of this dtype is read; `half` allows float16 and bfloat16."""
+    if dtype.type in (np.float32, np.float64) or (half and _is_half(dtype)):
         return np.dtype(dtype.type)
     if dtype.kind in "biu":
         return _FLOAT64
-    raise TypeError(f"{name} has dtype {dtype}; {_SUPPORTED}")
+    raise TypeError(f"{name} has dtype {dtype}; {_SUPPORTED if half else _SUPPORTED_BY_LAYERS}")
+
+
+def _result_dtype(named):
+    """The dtype of the result of these arrays: theirs if they share one, else the next that holds all."""
+    integers = [(name, array.dtype) for name, array in named if array.dtype.kind in "biu"]
+    bfloat16 = [(name, array.dtype) for name, array in named if array.dtype.name == "bfloat16"]
+    if integers and bfloat16:
+        raise TypeError(
+            "{} has dtype {} and {} has dtype {}; expected floating numbers beside bfloat16".format(
+                *integers[0], *bfloat16[0]
+            )
+        )
+    dtypes = {_storage_dtype(array.dtype, name) for name, array in named}
+    if len(dtypes) == 1:
+        return dtypes.pop()
+    return _FLOAT64 if _FLOAT64 in dtypes else _FLOAT32
+
+
+def _once(array):
+    """The array with one entry on each axis of stride 0: everything that lies in memory."""
+    return array[(..., *(slice(0, 1) if step == 0 else slice(None) for step in array.strides))]
 
 
 def _converted(array, dtype):
     """A copy in `dtype`, native and aligned; an axis of stride 0 is copied once and repeated."""
-    once = array[(..., *(slice(0, 1) if step == 0 else slice(None) for step in array.strides))]
     with np.errstate(all="ignore"):
-        copy = once.astype(dtype)
+        copy = _once(array).astype(dtype)
     return copy if copy.shape == array.shape else np.broadcast_to(copy, array.shape)
+
+
+def rounded(array, dtype):
+    """The array in float32 or float64, where a finite number stays finite."""
+    limits = np.finfo(dtype)
+    with np.errstate(all="ignore"):
+        return np.where(np.isfinite(array), np.clip(array, limits.min, limits.max), array).astype(dtype)
 
 
 def _addressable(array):
@@ -275,8 +347,16 @@ def _readable(array, dtype):
     return _converted(array, dtype)
 
 
-def _input(array, name):
-    return _readable(array, _storage_dtype(array.dtype, name))
+def _input(array, name, half=True):
+    return _readable(array, _storage_dtype(array.dtype, name, half))
+
+
+def _given(value, name, named):
+    """An optional array as it came, or None; `named` collects what `out` must not overlap."""
+    if value is None:
+        return None
+    named.append((name, as_array(value, name)))
+    return named[-1][1]
 
 
 def _check_size(shape, itemsize, name):
@@ -313,11 +393,13 @@ def _clipped(integers, low, high):
 
 
 class _Sizes(NamedTuple):
+    num_head_axes: int
     lead: tuple[int, ...]
     num_heads: int
     num_kv_heads: int
     q_len: int
     kv_len: int
+    head_dim: int
     value_dim: int
 
 
@@ -328,13 +410,18 @@ def heads_first(array, layout):
     return array.swapaxes(-3, -2) if layout == "blhd" else array
 
 
-def _check_ranks(named):
+def _attention_inputs(query, key, value):
+    """The three inputs as they came, named, after the checks of dtypes and ranks."""
+    named = [(name, as_array(x, name)) for name, x in (("query", query), ("key", key), ("value", value))]
+    for name, array in named:
+        _storage_dtype(array.dtype, name)
     for name, array in named:
         if array.ndim < 2:
             raise ValueError(f"{name} has shape {array.shape}; expected at least 2 dimensions: length and width")
     ranks = [array.ndim for _, array in named]
     if len(set(ranks)) > 1:
         raise ValueError("query, key and value have {}, {} and {} dimensions; expected the same number".format(*ranks))
+    return named
 
 
 def _lead(query, key, value):
@@ -365,19 +452,29 @@ def _check_heads(num_heads, key_heads, value_heads, enable_gqa):
         raise ValueError(f"query has {num_heads} heads, which is no multiple of the {key_heads} heads of key")
 
 
-def _sizes(query, key, value, enable_gqa):
-    """Check that heads-first views agree, and name their sizes."""
+def _sizes(named, layout, enable_gqa):
+    """Check that the shapes of the three inputs agree, and name their sizes."""
+    query, key, value = (heads_first(array, layout) for _, array in named)
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"query has width {query.shape[-1]} but key has {key.shape[-1]}")
     if key.shape[-2] != value.shape[-2]:
         raise ValueError(f"key has length {key.shape[-2]} but value has {value.shape[-2]}")
     _check_heads(query.shape[-3], key.shape[-3], value.shape[-3], enable_gqa)
+    num_head_axes = int(named[0][1].ndim > 2)
     lead = _lead(query, key, value)
-    return _Sizes(lead, query.shape[-3], key.shape[-3], query.shape[-2], key.shape[-2], value.shape[-1])
+    num_heads, q_len, head_dim = query.shape[-3:]
+    num_kv_heads, kv_len, value_dim = value.shape[-3:]
+    return _Sizes(num_head_axes, lead, num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim)
 
 
-def _result_shape(sizes, layout, num_head_axes):
-    if not num_head_axes:
+def _stored_input(name, array, layout, sizes):
+    """An input as a view (*lead, heads, length, width) in its storage dtype, copied only where that has to be."""
+    array = heads_first(_input(array, name), layout)
+    return _broadcast(array, sizes.lead + array.shape[-3:], name)
+
+
+def _result_shape(sizes, layout):
+    if not sizes.num_head_axes:
         return (sizes.q_len, sizes.value_dim)
     rows = (sizes.num_heads, sizes.q_len)
     return (*sizes.lead, *(rows if layout == "bhld" else rows[::-1]), sizes.value_dim)
@@ -391,7 +488,7 @@ def _mask_dtype(dtype):
         return np.dtype(bool)
     if dtype.type in (np.float32, np.float64):
         return np.dtype(dtype.type)
-    if dtype.type is np.float16 or dtype.name == "bfloat16":
+    if _is_half(dtype):
         return _FLOAT32  # exact
     if dtype.kind in "iu":
         raise TypeError(
@@ -404,11 +501,11 @@ def _mask_dtype(dtype):
     )
 
 
-def _mask(array, sizes, num_head_axes):
+def _mask(array, sizes):
     """The caller's mask as a view (*lead, H, L, S); what it repeats stays repeated."""
     dtype = _mask_dtype(array.dtype)
     full = (*sizes.lead, sizes.num_heads, sizes.q_len, sizes.kv_len)
-    target = full if num_head_axes else full[1:]
+    target = full if sizes.num_head_axes else full[1:]
     if array.ndim == 0 or not _fits(array.shape, target):
         raise ValueError(f"attn_mask has shape {array.shape}; expected one that broadcasts to {target}")
     return _broadcast(_readable(array, dtype), full, "attn_mask")
@@ -419,7 +516,7 @@ def _counted_keys(array, kv_len):
     dtype = array.dtype
     if dtype.kind in "iu":
         return _clipped(array, 0, kv_len)
-    if dtype.kind != "f" and dtype.name != "bfloat16":
+    if dtype.kind != "f" and not _is_half(dtype):
         raise TypeError(f"valid_lens has dtype {dtype}; expected integers or floating numbers")
     with np.errstate(all="ignore"):
         counts = np.ceil(array).astype(np.float64)
@@ -465,6 +562,26 @@ def _lower_right(lengths, sizes):
     if lengths is not None and lengths.shape == sizes.lead:
         keys = lengths
     return _broadcast(np.asarray(keys - np.int64(sizes.q_len)), sizes.lead, "q_offset")
+
+
+def _visibility(attn_mask, valid_lens, q_offset, causal, sizes, named):
+    """Mask, lengths and offset as fields of a `Call`."""
+    mask = _given(attn_mask, "attn_mask", named)
+    if mask is not None:
+        mask = _mask(mask, sizes)
+    lengths = _given(valid_lens, "valid_lens", named)
+    if lengths is not None:
+        lengths = _lengths(lengths, sizes)
+    offset = np.array(0, np.int64)
+    if q_offset is not None:
+        offset = _offset_array(q_offset)
+        named.append(("q_offset", offset))
+    offset = _lower_right(lengths, sizes) if causal == "lower_right" else _offsets(offset, sizes)
+    if lengths is not None:
+        if lengths.ndim == len(sizes.lead):
+            lengths = lengths[..., None]
+        lengths = _broadcast(lengths, (*sizes.lead, sizes.q_len), "valid_lens")
+    return mask, lengths, offset
 
 
 def _warn_upper_left():
@@ -531,16 +648,86 @@ def checked_out(out, shape, dtype, inputs):
     return array
 
 
-# ---------------------------------------------------------------- one attention call
+# ---------------------------------------------------------------- what is done to the scores
 
 
-def _effective_scale(scale, head_dim, dtype):
+def _effective_scale(scale, head_dim, compute):
     if scale is None:
         # Without any width all scores are 0 and the scale does not matter.
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    if abs(scale) > float(np.finfo(dtype).max):
-        raise ValueError(f"scale is {scale}; expected a number within the range of {dtype}")
+    scale = _finite_number(scale, "scale")
+    if abs(scale) > float(np.finfo(compute).max):
+        raise ValueError(f"scale is {scale}; expected a number within the range of {compute}")
     return scale
+
+
+def _effective_softcap(softcap, compute):
+    softcap = _finite_number(softcap, "softcap")
+    if softcap < 0:
+        raise ValueError(f"softcap is {softcap}; expected 0, which is none, or a positive number")
+    # A cap that is 0 or inf in the dtype of the computation would make a NaN of every score.
+    limits = np.finfo(compute)
+    if softcap and not float(limits.tiny) <= softcap <= float(limits.max):
+        raise ValueError(f"softcap is {softcap}; expected 0 or a number within the normal range of {compute}")
+    return softcap
+
+
+def _numbers_of_heads(array, name, shapes, compute, lowest):
+    """Numbers of heads in `compute`, of one of these shapes; none is NaN, infinite or below `lowest`."""
+    _storage_dtype(array.dtype, name)
+    if array.shape not in shapes:
+        expected = " or ".join(map(str, dict.fromkeys(shapes)))
+        raise ValueError(f"{name} has shape {array.shape}; expected {expected}: a number for each query head")
+    numbers = _once(array).astype(_FLOAT64)
+    # NaN is not below infinity either.
+    if not np.all((numbers >= lowest) & (numbers < math.inf)):
+        allowed = "finite numbers" if lowest > -math.inf else "finite numbers, or -inf for none"
+        raise ValueError(f"{name} holds NaN or infinity; expected {allowed}")
+    return np.broadcast_to(rounded(numbers, compute), array.shape)
+
+
+def _slopes(array, sizes, compute):
+    """ALiBi slopes as a view (*lead, H)."""
+    full = (*sizes.lead, sizes.num_heads)
+    slopes = _numbers_of_heads(array, "alibi_slopes", (full[-1:], full), compute, np.finfo(np.float64).min)
+    return _broadcast(slopes, full, "alibi_slopes")
+
+
+def _sinks(array, sizes, compute):
+    """One logit a head, (H,)."""
+    return _numbers_of_heads(array, "sinks", ((sizes.num_heads,),), compute, -math.inf)
+
+
+# ---------------------------------------------------------------- one attention call
+
+
+def _weights_rows(weights_rows, return_weights, sizes, named):
+    """Numbers of the queries whose weights are wanted, (R,) int64 from the front; None is all of them."""
+    array = _given(weights_rows, "weights_rows", named)
+    if array is None:
+        return None
+    if not return_weights:
+        raise ValueError("weights_rows chooses rows of the weights; expected return_weights=True beside it")
+    if array.ndim != 1:
+        raise ValueError(f"weights_rows has shape {array.shape}; expected 1 dimension: the numbers of queries")
+    # An empty list comes as floating numbers.
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"weights_rows has dtype {array.dtype}; expected integers")
+    rows = _clipped(array, -sizes.q_len - 1, sizes.q_len)
+    outside = (rows < -sizes.q_len) | (rows >= sizes.q_len)
+    if outside.any():
+        raise ValueError(f"weights_rows holds {array[outside][0]}, but there are {sizes.q_len} queries")
+    return np.where(rows < 0, rows + sizes.q_len, rows)
+
+
+def _check_results(shape, sizes, dtype, compute, return_weights, weights_rows):
+    """That all results fit into memory that can be addressed."""
+    rows = (*sizes.lead, sizes.num_heads, sizes.q_len)
+    _check_size(shape, dtype.itemsize, "the result")
+    _check_size(rows, compute.itemsize, "the log-sum-exp")
+    if return_weights:
+        num_rows = sizes.q_len if weights_rows is None else len(weights_rows)
+        _check_size((*rows[:-1], num_rows, sizes.kv_len), compute.itemsize, "the weights")
 
 
 def attention_call(
@@ -559,67 +746,52 @@ def attention_call(
     return_weights,
     out,
     num_threads,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    sinks=None,
+    weights_rows=None,
 ):
     """Check the arguments of `scaled_dot_product_attention` and return them as a `Call`."""
     # 1. Options that no array is needed for.
     _no_dropout(dropout_p)
-    causal = _causal_alignment(is_causal)
-    if scale is not None:
-        scale = _finite_number(scale, "scale")
+    causal = _causal_alignment(is_causal, q_offset)
+    window = _window(window_size)
     enable_gqa = flag(enable_gqa, "enable_gqa")
     layout = _choice(layout, "layout", _LAYOUTS)
     return_lse = flag(return_lse, "return_lse")
     return_weights = flag(return_weights, "return_weights")
     num_threads = thread_count(num_threads, "num_threads")
-    if isinstance(causal, str) and q_offset is not None:
-        raise ValueError(f'is_causal="{causal}" gives the offset; expected no q_offset beside it')
 
-    # 2. Arrays as they came: what `out` must not overlap.
-    named = [(name, as_array(x, name)) for name, x in (("query", query), ("key", key), ("value", value))]
-    for name, array in named:
-        _storage_dtype(array.dtype, name)
-    _check_ranks(named)
-    num_head_axes = int(named[0][1].ndim > 2)
-    sizes = _sizes(*(heads_first(array, layout) for _, array in named), enable_gqa)
-    query, key, value = (heads_first(_input(array, name), layout) for name, array in named)
-    dtype = np.result_type(query, key, value)
-    scale = _effective_scale(scale, query.shape[-1], dtype)
+    # 2. The inputs; `named` are the arrays as they came, which `out` must not overlap.
+    named = _attention_inputs(query, key, value)
+    sizes = _sizes(named, layout, enable_gqa)
+    dtype = _result_dtype(named)
+    compute = _FLOAT32 if _is_half(dtype) else dtype
 
-    # 3. Who sees whom.
-    mask = lengths = None
-    offset = np.array(0, np.int64)
-    if attn_mask is not None:
-        named.append(("attn_mask", as_array(attn_mask, "attn_mask")))
-        mask = _mask(named[-1][1], sizes, num_head_axes)
-    if valid_lens is not None:
-        named.append(("valid_lens", as_array(valid_lens, "valid_lens")))
-        lengths = _lengths(named[-1][1], sizes)
-    if q_offset is not None:
-        named.append(("q_offset", _offset_array(q_offset)))
-        offset = named[-1][1]
-    offset = _lower_right(lengths, sizes) if causal == "lower_right" else _offsets(offset, sizes)
-    if lengths is not None:
-        if lengths.ndim == len(sizes.lead):
-            lengths = lengths[..., None]
-        lengths = _broadcast(lengths, (*sizes.lead, sizes.q_len), "valid_lens")
+    # 3. The scores: who sees whom, and what is done to them.
+    scale = _effective_scale(scale, sizes.head_dim, compute)
+    softcap = _effective_softcap(softcap, compute)
+    mask, lengths, offset = _visibility(attn_mask, valid_lens, q_offset, causal, sizes, named)
+    slopes = _given(alibi_slopes, "alibi_slopes", named)
+    if slopes is not None:
+        slopes = _slopes(slopes, sizes, compute)
+    sinks = _given(sinks, "sinks", named)
+    if sinks is not None:
+        sinks = _sinks(sinks, sizes, compute)
 
-    # 4. The result.
-    shape = _result_shape(sizes, layout, num_head_axes)
-    rows = (*sizes.lead, sizes.num_heads, sizes.q_len)
-    _check_size(shape, dtype.itemsize, "the result")
-    _check_size(rows, dtype.itemsize, "the log-sum-exp")
-    if return_weights:
-        _check_size((*rows, sizes.kv_len), dtype.itemsize, "the weights")
-    out_view = None
-    if out is not None:
-        out_view = heads_first(checked_out(out, shape, dtype, named), layout)
-
+    # 4. The results.
+    rows = _weights_rows(weights_rows, return_weights, sizes, named)
+    shape = _result_shape(sizes, layout)
+    _check_results(shape, sizes, dtype, compute, return_weights, rows)
+    out_view = None if out is None else heads_first(checked_out(out, shape, dtype, named), layout)
     if causal is True and q_offset is None and sizes.q_len < sizes.kv_len:
         _warn_upper_left()
+    query, key, value = (_stored_input(name, array, layout, sizes) for name, array in named[:3])
     return Call(
-        query=_broadcast(query, sizes.lead + query.shape[-3:], "query"),
-        key=_broadcast(key, sizes.lead + key.shape[-3:], "key"),
-        value=_broadcast(value, sizes.lead + value.shape[-3:], "value"),
+        query=query,
+        key=key,
+        value=value,
         mask=mask,
         lengths=lengths,
         causal=bool(causal),
@@ -629,11 +801,17 @@ def attention_call(
         shape=shape,
         out=out_view,
         out_object=out,
-        num_head_axes=num_head_axes,
+        num_head_axes=sizes.num_head_axes,
         layout=layout,
         return_lse=return_lse,
         return_weights=return_weights,
         num_threads=num_threads,
+        window=window,
+        softcap=softcap,
+        slopes=slopes,
+        sinks=sinks,
+        weights_rows=rows,
+        compute=compute,
     )
 
 
@@ -678,7 +856,7 @@ def _weight(layer, name, rows, columns, inputs):
     """The layer's matrix `name` of shape (rows, columns); rows None takes any."""
     array = as_array(getattr(layer, name), name)
     inputs.append((name, array))
-    stored = _input(array, name)
+    stored = _input(array, name, half=False)
     if array.ndim != 2 or columns not in (None, array.shape[1]) or rows not in (None, array.shape[0]):
         wanted = ", ".join("any" if size is None else str(size) for size in (rows, columns))
         raise ValueError(f"{name} has shape {array.shape}; expected ({wanted})")
@@ -689,7 +867,7 @@ def _bias(layer, name, size, dtype, inputs):
     """The layer's vector `name`, cast to the dtype of the result."""
     array = as_array(getattr(layer, name), name)
     inputs.append((name, array))
-    _storage_dtype(array.dtype, name)
+    _storage_dtype(array.dtype, name, half=False)
     if array.shape != (size,):
         raise ValueError(f"{name} has shape {array.shape}; expected ({size},)")
     return _readable(array, dtype)
@@ -707,7 +885,7 @@ def _layer_inputs(queries, keys, values):
     """The three inputs, named, after the checks among themselves."""
     named = [(name, as_array(x, name)) for name, x in (("queries", queries), ("keys", keys), ("values", values))]
     for name, array in named:
-        _storage_dtype(array.dtype, name)
+        _storage_dtype(array.dtype, name, half=False)
         _three_axes(array, name, "(batch, length, width)")
     queries, keys, values = (array for _, array in named)
     for name, array in named[1:]:
@@ -790,7 +968,7 @@ def layer_attention(call, valid_lens, attn_mask, is_causal):
 def ffn_call(layer, X):
     """Check a call of `PositionWiseFFN.forward`."""
     array = as_array(X, "X")
-    stored = _input(array, "X")
+    stored = _input(array, "X", half=False)
     if array.ndim == 0:
         raise ValueError("X has shape (); expected at least 1 dimension: the width")
     W_1 = _weight(layer, "W_1", None, None, [])
@@ -847,8 +1025,7 @@ def head_entries(Q, K, V, num_heads, num_kv_heads):
 def owned_weight(value, name):
     """A C-contiguous copy of a weight or a bias; half types become float32, which holds them exactly."""
     array = as_array(value, name)
-    half = array.dtype.type is np.float16 or array.dtype.name == "bfloat16"
-    dtype = _FLOAT32 if half else _storage_dtype(array.dtype, name)
+    dtype = _FLOAT32 if _is_half(array.dtype) else _storage_dtype(array.dtype, name)
     with np.errstate(all="ignore"):
         return np.array(array, dtype, order="C")
 

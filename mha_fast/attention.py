@@ -6,8 +6,9 @@ import numpy as np
 
 from mha_fast import _core, _validate, reference
 from mha_fast._core import scaled_dot_product_attention
+from mha_fast.reference import alibi_slopes
 
-__all__ = ["MultiHeadAttention", "PositionWiseFFN", "scaled_dot_product_attention"]
+__all__ = ["MultiHeadAttention", "PositionWiseFFN", "alibi_slopes", "scaled_dot_product_attention"]
 
 
 def _documented_as(twin):

@@ -1,6 +1,7 @@
 """Multi-head attention in NumPy alone: the meaning of every argument, written to be read.
 
-    weights = softmax(scale * Q K^T + bias), over the keys that the query sees
+    scores  = cap(scale * Q K^T) - slope * distance + bias,  cap(x) = softcap * tanh(x / softcap)
+    weights = softmax(scores), over the keys that the query sees
     output  = weights V
 
 Vaswani et al. 2017, "Attention Is All You Need", sections 3.2 and 3.3. The class keeps the names,
@@ -13,6 +14,7 @@ whether it sees one is decided by masks, lengths and positions, never by values.
 query does not see never touches its result, even where NaN or infinity lies there: 0 * NaN
 is NaN, so hidden values must not reach a product.
 
+float16 and bfloat16 are read and written only; between lies float32, and one rounding at the end.
 The scores of one batch element are held at once: memory grows with queries times keys.
 """
 
@@ -22,7 +24,7 @@ import numpy as np
 
 from mha_fast import _validate, _weights
 
-__all__ = ["MultiHeadAttention", "PositionWiseFFN", "scaled_dot_product_attention"]
+__all__ = ["MultiHeadAttention", "PositionWiseFFN", "alibi_slopes", "scaled_dot_product_attention"]
 
 
 def scaled_dot_product_attention(
@@ -37,9 +39,14 @@ def scaled_dot_product_attention(
     enable_gqa=False,
     valid_lens=None,
     q_offset=None,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    sinks=None,
     layout="bhld",
     return_lse=False,
     return_weights=False,
+    weights_rows=None,
     out=None,
     num_threads=None,
 ):
@@ -51,14 +58,15 @@ def scaled_dot_product_attention(
     Parameters
     ----------
     query : array_like, (..., H, L, E)
-        float32 or float64; bool and integers become float64. 2-D arrays are one head, 3-D arrays
-        have the heads first. Leading dimensions broadcast. Any strides.
+        float16, bfloat16 (of the package ml_dtypes), float32 or float64; bool and integers become
+        float64. 2-D arrays are one head, 3-D arrays have the heads first. Leading dimensions
+        broadcast. Any strides.
     key : array_like, (..., H_kv, S, E)
     value : array_like, (..., H_kv, S, Ev)
     attn_mask : array_like, broadcasting to (..., H, L, S), optional
-        bool: True where the query may attend to the key. Floating: added to the scaled scores;
-        -inf hides the key, a finite number is a bias however large. It keeps this order of axes
-        in both layouts and never changes the dtype of the result.
+        bool: True where the query may attend to the key. Floating: added to the scores, after all
+        that is below; -inf hides the key, a finite number is a bias however large. It keeps this
+        order of axes in both layouts and never changes the dtype of the result.
     dropout_p : float
         Only 0.0 is accepted for now.
     is_causal : bool, "upper_left" or "lower_right"
@@ -73,11 +81,26 @@ def scaled_dot_product_attention(
         Query i sees key j only if ``j < valid_lens``; the leading dimensions without heads, with
         or without the queries. Beyond S means all keys, at or below 0 none.
     q_offset : int or array_like of int, (...), optional
-        Position of query 0 among the keys. Makes nothing causal by itself.
+        Position of query 0 among the keys, 0 by default. Makes nothing causal by itself; window and
+        slopes count from ``i + offset`` too, with the offset of `is_causal` where that names one.
+    window_size : (int, int)
+        (left, right): query i sees key j only if ``i + offset - left <= j <= i + offset + right``;
+        -1 is no limit.
+    softcap : float
+        Above 0: a scaled score s becomes ``softcap * tanh(s / softcap)``, an infinite one +-softcap.
+    alibi_slopes : array_like, (H,) or (..., H), optional
+        ``slope * |i + offset - j|`` is subtracted from the scores, after the cap. Finite; such a
+        bias hides nothing, however large. See `alibi_slopes`.
+    sinks : array_like, (H,), optional
+        For each head the logit of one more key that every query sees and that has no value: it
+        stands in the denominator of the softmax only, neither scaled nor capped nor masked. -inf
+        is none.
     layout : "bhld" or "blhd"
         "blhd" takes and returns (..., L, H, E).
     return_lse, return_weights : bool
         Also return the log-sum-exp of the scores, the weights.
+    weights_rows : array_like of int, (R,), optional
+        Return the weights of these queries only, in this order; negative ones count from the end.
     out : ndarray, optional
         Where the result is written: its exact shape and dtype, no overlap with an input.
     num_threads : int, optional
@@ -86,20 +109,26 @@ def scaled_dot_product_attention(
     Returns
     -------
     out : ndarray, (..., H, L, Ev)
-        In the result type of the three inputs, float32 or float64, which is also the dtype of the
-        computation. A query that sees no key gets zeros.
+        In the dtype of the three inputs if they share one; different ones meet in float64 if one of
+        them is that, else in float32. The computation is in that dtype, for float16 and bfloat16 in
+        float32 with one rounding at the end. A query that sees no key gets zeros.
     lse : ndarray, (..., H, L)
-        If asked for: the natural logarithm of the sum of exponentials, -inf for such a query.
-    weights : ndarray, (..., H, L, S)
-        If asked for: what the values were weighted with, 0 for hidden keys.
+        If asked for: the natural logarithm of the sum of exponentials, in the dtype of the
+        computation; -inf for such a query, or the sink.
+    weights : ndarray, (..., H, L, S), or (..., H, R, S) with `weights_rows`
+        If asked for: what the values were weighted with, in the dtype of the computation; 0 for
+        hidden keys. With a sink they do not sum to 1.
 
     Raises
     ------
     TypeError
-        An argument of another type, or an array of another dtype, than listed above.
+        An argument of another type, or an array of another dtype, than listed above; integers or
+        bool together with bfloat16.
     ValueError
-        Shapes that do not fit, NaN in `valid_lens`, an infinite or NaN `scale`, `q_offset` beside a
-        named alignment, an `out` that is read-only, overlaps, or has another shape.
+        Shapes that do not fit, NaN in `valid_lens`, an infinite or NaN `scale`, `softcap` or slope,
+        a sink that is NaN or inf, a negative `softcap`, a window below -1, `weights_rows` out of
+        range or without `return_weights`, `q_offset` beside a named alignment, an `out` that is
+        read-only, overlaps, or has another shape.
 
     Warns
     -----
@@ -112,7 +141,9 @@ def scaled_dot_product_attention(
 
     Notes
     -----
-    Vaswani et al. 2017, section 3.2.1.
+    Vaswani et al. 2017, section 3.2.1. Windows: Beltagy et al. 2020, "Longformer". Slopes: Press et
+    al. 2022, "Train Short, Test Long". The cap: Gemma Team 2024, "Gemma 2". Sinks: Xiao et al. 2024,
+    "Efficient Streaming Language Models with Attention Sinks".
 
     Examples
     --------
@@ -126,6 +157,13 @@ def scaled_dot_product_attention(
     [3.0, 3.0]
     >>> scaled_dot_product_attention(query, key, value, valid_lens=[2, 0]).ravel().tolist()
     [1.5, 0.0]
+
+    Each query sees itself and the key before it, and a sink of logit 0 takes its share:
+
+    >>> options = {"window_size": (1, 0), "sinks": [0.0], "return_weights": True, "weights_rows": [-1]}
+    >>> out, weights = scaled_dot_product_attention(key, key, value, scale=0, **options)
+    >>> weights.round(2).tolist()
+    [[0.0, 0.33, 0.33]]
     """
     call = _validate.attention_call(
         query,
@@ -143,14 +181,21 @@ def scaled_dot_product_attention(
         return_weights,
         out,
         num_threads,
+        window_size,
+        softcap,
+        alibi_slopes,
+        sinks,
+        weights_rows,
     )
     lead, (num_heads, q_len) = call.query.shape[:-3], call.query.shape[-3:-1]
     kv_len = call.key.shape[-2]
     if out is None:
         out = np.empty(call.shape, call.dtype)
     out_heads = _validate.heads_first(out, call.layout) if call.out is None else call.out
-    lse = np.empty((*lead, num_heads, q_len), call.dtype)
-    weights = np.empty((*lead, num_heads, q_len, kv_len), call.dtype) if return_weights else None
+    lse = np.empty((*lead, num_heads, q_len), call.compute)
+    rows = slice(None) if call.weights_rows is None else call.weights_rows
+    num_rows = q_len if call.weights_rows is None else len(rows)
+    weights = np.empty((*lead, num_heads, num_rows, kv_len), call.compute) if return_weights else None
 
     # Overflow and NaN of the caller's numbers go where IEEE arithmetic leads them, silently.
     with np.errstate(all="ignore"):
@@ -159,10 +204,10 @@ def scaled_dot_product_attention(
             key_heads, value_heads = _one_per_query_head(call, b)
             seen = _visible(call, b)
             scores = _scores(call, b, key_heads)
-            row_weights, lse[b] = _softmax(scores, seen)
-            out_heads[b] = _weighted_values(row_weights, value_heads, seen)
+            all_weights, lse[b] = _softmax(scores, seen, call.sinks)
+            out_heads[b] = _weighted_values(all_weights, value_heads, seen)
             if return_weights:
-                weights[b] = row_weights
+                weights[b] = all_weights[:, rows]
 
     if not call.num_head_axes:
         lse = lse[0]
@@ -175,23 +220,33 @@ def _one_per_query_head(call, b):
     """Keys (H, S, E) and values (H, S, Ev) of batch element b, in the dtype of the computation."""
     num_heads, num_kv_heads = call.query.shape[-3], call.key.shape[-3]
     group = num_heads // num_kv_heads if num_kv_heads else 1
-    key, value = (array[b].astype(call.dtype, copy=False) for array in (call.key, call.value))
+    key, value = (array[b].astype(call.compute, copy=False) for array in (call.key, call.value))
     if group == 1:
         return key, value
     # Neighbouring query heads share a key/value head: 0 0 1 1, not 0 1 0 1.
     return np.repeat(key, group, axis=0), np.repeat(value, group, axis=0)
 
 
+def _steps_back(call, b):
+    """(L, S) int64: how many keys back from its own position a query finds a key, below 0 for keys ahead."""
+    i, j = np.arange(call.query.shape[-2])[:, None], np.arange(call.key.shape[-2])
+    return i + call.offset[b] - j
+
+
 def _visible(call, b):
     """(H, L, S) bool, True where the query sees the key: the intersection of all that hides."""
     num_heads, q_len = call.query.shape[-3:-1]
     kv_len = call.key.shape[-2]
-    i, j = np.arange(q_len)[:, None], np.arange(kv_len)
+    left, right = call.window
+    if call.causal:
+        right = 0
     seen = np.ones((1, q_len, kv_len), bool)
     if call.lengths is not None:
-        seen = seen & (j < call.lengths[b][:, None])
-    if call.causal:
-        seen = seen & (j <= i + call.offset[b])
+        seen = seen & (np.arange(kv_len) < call.lengths[b][:, None])
+    if left >= 0:
+        seen = seen & (_steps_back(call, b) <= left)
+    if right >= 0:
+        seen = seen & (_steps_back(call, b) >= -right)
     if call.mask is not None:
         mask = call.mask[b]
         # Bytes, for a uint8 array viewed as bool may hold others than 0 and 1.
@@ -200,34 +255,44 @@ def _visible(call, b):
 
 
 def _scores(call, b, key):
-    """(H, L, S): scale * Q K^T + bias, for all pairs, the hidden ones too."""
-    query = call.query[b].astype(call.dtype, copy=False)
-    scores = (query * call.dtype.type(call.scale)) @ key.swapaxes(-1, -2)
-    if call.mask is None or call.mask.dtype == bool:
-        return scores
-    # A finite bias hides nothing, so neither the cast of a wider mask nor the sum may turn
-    # finite numbers into -inf.
-    limits = np.finfo(call.dtype)
-    mask = call.mask[b]
-    bias = np.where(np.isfinite(mask), np.clip(mask, limits.min, limits.max), mask).astype(call.dtype)
+    """(H, L, S): the capped scale * Q K^T with all biases, for all pairs, the hidden ones too."""
+    query = call.query[b].astype(call.compute, copy=False)
+    scores = (query * call.compute.type(call.scale)) @ key.swapaxes(-1, -2)
+    if call.softcap:
+        softcap = call.compute.type(call.softcap)
+        scores = softcap * np.tanh(scores / softcap)
+    if call.slopes is not None:
+        distance = np.abs(_steps_back(call, b)).astype(np.float64)
+        scores = _biased(scores, -call.slopes[b][:, None, None] * distance)
+    if call.mask is not None and call.mask.dtype != bool:
+        scores = _biased(scores, call.mask[b])
+    return scores
+
+
+def _biased(scores, bias):
+    """scores + bias, where a finite bias hides nothing: neither its cast nor the sum makes -inf of finite numbers."""
+    bias = _validate.rounded(bias, scores.dtype)
     biased = scores + bias
     finite = np.isfinite(scores) & np.isfinite(bias)
-    return np.where(finite, np.maximum(biased, limits.min), biased)
+    return np.where(finite, np.maximum(biased, np.finfo(scores.dtype).min), biased)
 
 
-def _softmax(scores, seen):
-    """Weights (H, L, S) and log-sum-exp (H, L) of the visible scores of each query."""
+def _softmax(scores, seen, sinks):
+    """Weights (H, L, S) and log-sum-exp (H, L) of the visible scores of each query and the sink (H,) of its head."""
     # 1. Hidden scores are replaced, whatever they are; adding -inf would keep a NaN.
-    scores = np.where(seen, scores, -np.inf).astype(scores.dtype, copy=False)
-    # 2. Nothing overflows below the largest score. -inf - -inf is NaN: an empty row takes 0.
-    empty = ~seen.any(axis=-1, keepdims=True)
-    row_max = np.where(empty, 0, scores.max(axis=-1, keepdims=True, initial=-np.inf))
+    dtype = scores.dtype
+    scores = np.where(seen, scores, dtype.type(-np.inf))
+    sink = dtype.type(-np.inf) if sinks is None else sinks[:, None, None]
+    # 2. Nothing overflows below the largest score. -inf - -inf is NaN: where nothing stands in the sum, take 0.
+    nothing = ~seen.any(axis=-1, keepdims=True) & (sink == -np.inf)
+    row_max = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)
+    row_max = np.where(nothing, dtype.type(0), row_max)
     exponentials = np.exp(scores - row_max)
-    # 3. The sum of an empty row is 0; a NaN that is seen makes the whole row NaN.
-    row_sum = exponentials.sum(axis=-1, keepdims=True)
-    weights = np.where(seen, exponentials / np.where(empty, 1, row_sum), 0)
-    lse = np.where(empty, -np.inf, row_max + np.log(row_sum))
-    return weights.astype(scores.dtype, copy=False), lse[..., 0]
+    # 3. A NaN that is seen makes the whole row NaN.
+    row_sum = exponentials.sum(axis=-1, keepdims=True) + np.exp(sink - row_max)
+    weights = np.where(seen, exponentials / np.where(nothing, dtype.type(1), row_sum), dtype.type(0))
+    lse = np.where(nothing, dtype.type(-np.inf), row_max + np.log(row_sum))
+    return weights, lse[..., 0]
 
 
 def _weighted_values(weights, value, seen):
@@ -241,6 +306,45 @@ def _weighted_values(weights, value, seen):
         entries = np.where(finite[head, j], 0, value[head, j])
         result[head, rows] += weights[head, rows, j, None] * entries
     return result
+
+
+def alibi_slopes(num_heads):
+    """Slopes for `scaled_dot_product_attention` that let heads look back over different distances.
+
+    Parameters
+    ----------
+    num_heads : int
+
+    Returns
+    -------
+    ndarray, (num_heads,)
+        float64. For n heads, n a power of two, the powers of ``2**(-8 / n)`` from the first to the
+        n-th. For another number those of the power of two below it, followed by every second slope
+        of twice as many heads, from the first on.
+
+    Raises
+    ------
+    TypeError, ValueError
+        `num_heads` is no integer, or below 1.
+
+    Notes
+    -----
+    Press et al. 2022, "Train Short, Test Long: Attention with Linear Biases Enables Input Length
+    Extrapolation", section 3, and the rule of its published code for other numbers of heads.
+
+    Examples
+    --------
+    >>> from mha_fast.reference import alibi_slopes
+    >>> alibi_slopes(8)[:3].tolist()
+    [0.5, 0.25, 0.125]
+    >>> alibi_slopes(3).tolist()
+    [0.0625, 0.00390625, 0.25]
+    """
+    num_heads = _validate.slope_count(num_heads)
+    power = 1 << (num_heads.bit_length() - 1)
+    slopes = 2.0 ** (-8.0 / power * np.arange(1, power + 1))
+    between = 2.0 ** (-4.0 / power * np.arange(1, 2 * (num_heads - power), 2))
+    return np.concatenate([slopes, between])
 
 
 class MultiHeadAttention(_weights.AttentionWeights):

@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -5,7 +6,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from mha_fast._weights import AttentionWeights, FFNWeights
 
-__all__ = ["MultiHeadAttention", "PositionWiseFFN", "scaled_dot_product_attention"]
+__all__ = ["MultiHeadAttention", "PositionWiseFFN", "alibi_slopes", "scaled_dot_product_attention"]
 
 # An array; with return_lse or return_weights a tuple of arrays.
 def scaled_dot_product_attention(
@@ -20,12 +21,18 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     valid_lens: ArrayLike | None = None,
     q_offset: ArrayLike | None = None,
+    window_size: Sequence[int] | NDArray[np.integer] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     layout: str = "bhld",
     return_lse: bool = False,
     return_weights: bool = False,
+    weights_rows: ArrayLike | None = None,
     out: NDArray[Any] | None = None,
     num_threads: int | None = None,
 ) -> Any: ...
+def alibi_slopes(num_heads: int) -> NDArray[np.float64]: ...
 
 class MultiHeadAttention(AttentionWeights):
     num_hiddens: int
