@@ -1,7 +1,7 @@
 """Draw the attention weights of a small layer, causal and with lengths, into a file.
 
-    pip install -e ".[plot]"
-    python examples/attention_heatmap.py heatmap.svg      (or .png, .pdf)
+pip install -e ".[plot]"
+python examples/attention_heatmap.py heatmap.svg      (or .png, .pdf)
 """
 
 import argparse

@@ -1,5 +1,8 @@
 """The ONNX operator: onnx's own implementation in float64 is the oracle, on the fused kernel and on the reference."""
 
+import importlib
+import sys
+
 import numpy as np
 import pytest
 from conftest import UNIT, draw
@@ -300,3 +303,20 @@ def test_refused(rng, case):
     error = raised(inputs(rng), **options)
     assert text in str(error)
     assert isinstance(error, TypeError if case == "dtype" else ValueError)
+
+
+def test_the_result_comes_from_the_kernel(rng, monkeypatch):
+    calls = []
+    attend = mha_fast.onnx.scaled_dot_product_attention
+    monkeypatch.setattr(
+        mha_fast.onnx, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or attend(*a, **k)
+    )
+    run(qkv(rng)[0], outputs=("Y", "qk_matmul_output"))
+    assert len(calls) == 1
+
+
+def test_without_onnx(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    monkeypatch.delitem(sys.modules, "mha_fast.onnx")
+    with pytest.raises(ImportError, match=r'needs onnx: pip install "mha_fast\[onnx\]"'):
+        importlib.import_module("mha_fast.onnx")

@@ -338,6 +338,20 @@ VARIANTS = {
 
 
 @MODULES
+def test_torch_names_without_torch(module, rng):
+    """Packed and separate names give one layer, whose weights are the transposed ones."""
+    q, k, v, out = draw(rng, 4, 12, 12)
+    biases = {"in_proj_bias": draw(rng, 36), "out_proj.bias": draw(rng, 12)}
+    packed = {"in_proj_weight": np.concatenate([q, k, v]), "out_proj.weight": out} | biases
+    separate = {"q_proj_weight": q, "k_proj_weight": k, "v_proj_weight": v, "out_proj.weight": out} | biases
+    layer = module.MultiHeadAttention.from_torch(packed, num_heads=3)
+    assert_same(module.MultiHeadAttention.from_torch(separate, num_heads=3), layer)
+    want = [q.T, k.T, v.T, out.T, *np.split(biases["in_proj_bias"], 3), biases["out_proj.bias"]]
+    for name, array in zip(NAMES, want, strict=True):
+        assert np.array_equal(getattr(layer, name), array) and getattr(layer, name).flags.c_contiguous, name
+
+
+@MODULES
 @pytest.mark.parametrize("dtype, limit", [("float64", 1e-14), ("float32", 5e-6)])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("form", ["module", "state_dict", "arrays"])
