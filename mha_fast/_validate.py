@@ -672,30 +672,34 @@ def _effective_softcap(softcap, compute):
     return softcap
 
 
-def _numbers_of_heads(array, name, shapes, compute, lowest):
-    """Numbers of heads in `compute`, of one of these shapes; none is NaN, infinite or below `lowest`."""
+def _numbers_of_heads(value, name, shapes, lowest, compute, named):
+    """Numbers of heads in `compute`, of one of these shapes, at least `lowest` and below infinity; None as None."""
+    array = _given(value, name, named)
+    if array is None:
+        return None
     _storage_dtype(array.dtype, name)
     if array.shape not in shapes:
         expected = " or ".join(map(str, dict.fromkeys(shapes)))
         raise ValueError(f"{name} has shape {array.shape}; expected {expected}: a number for each query head")
-    numbers = _once(array).astype(_FLOAT64)
+    entries = _once(array).astype(_FLOAT64)
     # NaN is not below infinity either.
-    if not np.all((numbers >= lowest) & (numbers < math.inf)):
+    if not np.all((entries >= lowest) & (entries < math.inf)):
         allowed = "finite numbers" if lowest > -math.inf else "finite numbers, or -inf for none"
         raise ValueError(f"{name} holds NaN or infinity; expected {allowed}")
-    return np.broadcast_to(rounded(numbers, compute), array.shape)
+    return np.broadcast_to(rounded(entries, compute), array.shape)
 
 
-def _slopes(array, sizes, compute):
-    """ALiBi slopes as a view (*lead, H)."""
+def _slopes(alibi_slopes, sizes, compute, named):
+    """The slopes as a view (*lead, H), or None."""
     full = (*sizes.lead, sizes.num_heads)
-    slopes = _numbers_of_heads(array, "alibi_slopes", (full[-1:], full), compute, np.finfo(np.float64).min)
-    return _broadcast(slopes, full, "alibi_slopes")
+    lowest = np.finfo(np.float64).min
+    slopes = _numbers_of_heads(alibi_slopes, "alibi_slopes", (full[-1:], full), lowest, compute, named)
+    return None if slopes is None else _broadcast(slopes, full, "alibi_slopes")
 
 
-def _sinks(array, sizes, compute):
-    """One logit a head, (H,)."""
-    return _numbers_of_heads(array, "sinks", ((sizes.num_heads,),), compute, -math.inf)
+def _sinks(sinks, sizes, compute, named):
+    """One logit for each head, (H,), or None."""
+    return _numbers_of_heads(sinks, "sinks", ((sizes.num_heads,),), -math.inf, compute, named)
 
 
 # ---------------------------------------------------------------- one attention call
@@ -773,12 +777,8 @@ def attention_call(
     scale = _effective_scale(scale, sizes.head_dim, compute)
     softcap = _effective_softcap(softcap, compute)
     mask, lengths, offset = _visibility(attn_mask, valid_lens, q_offset, causal, sizes, named)
-    slopes = _given(alibi_slopes, "alibi_slopes", named)
-    if slopes is not None:
-        slopes = _slopes(slopes, sizes, compute)
-    sinks = _given(sinks, "sinks", named)
-    if sinks is not None:
-        sinks = _sinks(sinks, sizes, compute)
+    slopes = _slopes(alibi_slopes, sizes, compute, named)
+    sinks = _sinks(sinks, sizes, compute, named)
 
     # 4. The results.
     rows = _weights_rows(weights_rows, return_weights, sizes, named)

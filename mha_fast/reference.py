@@ -262,8 +262,10 @@ def _scores(call, b, key):
         softcap = call.compute.type(call.softcap)
         scores = softcap * np.tanh(scores / softcap)
     if call.slopes is not None:
-        distance = np.abs(_steps_back(call, b)).astype(np.float64)
-        scores = _biased(scores, -call.slopes[b][:, None, None] * distance)
+        # In float64, for a distance may have 63 bits; a product beyond the range is a bias all the same.
+        slopes, distance = call.slopes[b].astype(np.float64), np.abs(_steps_back(call, b))
+        limits = np.finfo(call.compute)
+        scores = _biased(scores, np.clip(-slopes[:, None, None] * distance, limits.min, limits.max))
     if call.mask is not None and call.mask.dtype != bool:
         scores = _biased(scores, call.mask[b])
     return scores

@@ -1,5 +1,6 @@
 """What the tests share: seeds, levels, input drawing, the oracle, the one tolerance table and the one comparison."""
 
+import contextlib
 import math
 import zlib
 
@@ -13,6 +14,8 @@ from mha_fast import _config, reference
 DTYPES = ("float32", "float64")
 CONFIG = mha_fast.show_config()
 LEVELS = CONFIG["levels_built"]
+# What a test runs on that takes the fixture `attention`: the reference, and levels of the fast function.
+IMPLEMENTATIONS = ("reference",)
 
 # The tolerance table: the unit roundoff u of each compute dtype; `allowed` makes a bound of it.
 #
@@ -27,11 +30,20 @@ LEVELS = CONFIG["levels_built"]
 # largest value in float32, where one wrong key among a thousand makes 1e-3. How exact the kernels are beyond right or
 # wrong is test_numerics' matter; this bound is wide enough for every level, tile and order of summation.
 UNIT = {"float32": 2.0**-24, "float64": 2.0**-53}
+# float16 and bfloat16 are computed in float32; one rounding of the result follows, at most u of it. Below the smallest
+# normal number the step stays that number's: half a step, again.
+STORED = {"float16": (2.0**-11, 2.0**-25), "bfloat16": (2.0**-8, 2.0**-134)}
 
 
 def allowed(dtype, width, largest_score):
     """The error relative to the largest value; largest_score is that of all finite scores, bias included."""
     return UNIT[dtype] * (2 * (4 * math.sqrt(width) + 8) * largest_score + 168)
+
+
+def rounding(dtype, largest):
+    """The most that storing a result of at most this size in `dtype` adds to its error."""
+    unit, step = STORED.get(dtype, (0.0, 0.0))
+    return unit * largest + step
 
 
 _seed = None
@@ -60,14 +72,30 @@ def isa(request):
 
     Threads are the matter of test_bits and test_threads; on a busy machine a parallel call may wait for a time slice.
     """
-    if request.param not in CONFIG["levels_usable"]:
-        pytest.skip(f"level {request.param} is built, but this CPU or system lacks it")
+    with in_force(request.param):
+        yield request.param
+
+
+@contextlib.contextmanager
+def in_force(level):
+    if level not in CONFIG["levels_usable"]:
+        pytest.skip(f"level {level} is built, but this CPU or system lacks it")
     before = mha_fast.show_config()["level"]
-    _config.set_level(request.param)
+    _config.set_level(level)
     mha_fast.set_num_threads(1)
-    yield request.param
+    yield
     mha_fast.set_num_threads(None)
     _config.set_level(before)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def attention(request):
+    """`scaled_dot_product_attention` of the reference, then the fast one on each level."""
+    if request.param == "reference":
+        yield reference.scaled_dot_product_attention
+        return
+    with in_force(request.param):
+        yield mha_fast.scaled_dot_product_attention
 
 
 @pytest.fixture
@@ -82,7 +110,8 @@ def tiles(dtype):
 
 
 def draw(rng, *shape, dtype="float64"):
-    return rng.standard_normal(shape).astype(dtype)
+    with np.errstate(under="ignore"):
+        return rng.standard_normal(shape).astype(dtype)
 
 
 def qkv(rng, batch=2, heads=2, queries=20, keys=30, width=24, kv_heads=None, value_width=None, dtype="float64"):
@@ -98,7 +127,8 @@ def qkv(rng, batch=2, heads=2, queries=20, keys=30, width=24, kv_heads=None, val
 
 def wide(x):
     """The same numbers in float64; what is no floating array stays."""
-    return np.asarray(x).astype(np.float64) if isinstance(x, np.ndarray) and x.dtype.kind == "f" else x
+    floating = isinstance(x, np.ndarray) and (x.dtype.kind == "f" or x.dtype.name == "bfloat16")
+    return x.astype(np.float64) if floating else x
 
 
 def exact(query, key, value, attn_mask=None, **options):

@@ -13,7 +13,7 @@ import pytest
 import mha_fast
 from mha_fast import reference
 
-FUNCTIONS = ("scaled_dot_product_attention",)
+FUNCTIONS = ("alibi_slopes", "scaled_dot_product_attention")
 CLASSES = ("MultiHeadAttention", "PositionWiseFFN")
 # Threads and levels are the fast implementation's alone.
 FAST_ONLY = {"get_num_threads", "set_num_threads", "show_config"}
@@ -81,8 +81,8 @@ def test_the_signature_of_attention():
     """Written out once: a change here is a change for every user."""
     assert str(inspect.signature(reference.scaled_dot_product_attention)) == (
         "(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False, "
-        "valid_lens=None, q_offset=None, layout='bhld', return_lse=False, return_weights=False, out=None, "
-        "num_threads=None)"
+        "valid_lens=None, q_offset=None, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None, "
+        "layout='bhld', return_lse=False, return_weights=False, weights_rows=None, out=None, num_threads=None)"
     )
 
 

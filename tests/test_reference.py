@@ -1045,7 +1045,12 @@ def test_the_network_keeps_nan_in_its_position(rng):
 
 
 def test_the_module_says_what_it_offers():
-    assert reference.__all__ == ["MultiHeadAttention", "PositionWiseFFN", "scaled_dot_product_attention"]
+    assert reference.__all__ == [
+        "MultiHeadAttention",
+        "PositionWiseFFN",
+        "alibi_slopes",
+        "scaled_dot_product_attention",
+    ]
 
 
 @pytest.mark.parametrize("name", ["fast", "reference"])
