@@ -10,6 +10,7 @@ Words: `lead` is the shape before the head axis, H and Hkv are the query and key
 L the queries, S the keys, E the width of a query and a key, Ev that of a value.
 """
 
+import collections.abc
 import math
 import numbers
 import operator
@@ -1016,3 +1017,61 @@ def head_entries(Q, K, V, num_heads, num_kv_heads):
             raise ValueError(f"Q has {entries} entries on its first axis but {name} has {array.shape[0]}")
         views.append(array[:, None])
     return views
+
+
+# ---------------------------------------------------------------- weights from elsewhere
+
+
+def owned_weight(value, name):
+    """A C-contiguous copy of a weight or a bias; half types become float32, which holds them exactly."""
+    array = as_array(value, name)
+    dtype = _FLOAT32 if _is_half(array.dtype) else _storage_dtype(array.dtype, name)
+    with np.errstate(all="ignore"):
+        return np.array(array, dtype, order="C")
+
+
+def exact_shape(array, name, shape):
+    """Refuse an array of another shape; None is any size."""
+    if array.ndim != len(shape) or any(want not in (None, n) for want, n in zip(shape, array.shape, strict=True)):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{name} has shape {array.shape}; expected ({wanted}{',' * (len(shape) == 1)})")
+
+
+def layer_weights(layer, num_heads, num_kv_heads):
+    """Check the four W of a MultiHeadAttention among themselves; num_hiddens, num_heads and num_kv_heads."""
+    width = _weight(layer, "W_q", None, None, []).shape[1]
+    width, num_heads, num_kv_heads = head_counts(width, num_heads, num_kv_heads)
+    kv_width = num_kv_heads * (width // num_heads)
+    _weight(layer, "W_k", None, kv_width, [])
+    _weight(layer, "W_v", None, kv_width, [])
+    _weight(layer, "W_o", width, width, [])
+    return width, num_heads, num_kv_heads
+
+
+def ffn_weights(layer):
+    """Check the two W of a PositionWiseFFN; num_hiddens and ffn_num_hiddens."""
+    widths = ffn_widths(*_weight(layer, "W_1", None, None, []).shape)
+    _weight(layer, "W_2", widths[1], None, [])
+    return widths
+
+
+def layer_bias(layer, name, size):
+    """Check the layer's vector `name`."""
+    _bias(layer, name, size, _FLOAT64, [])
+
+
+def state_entries(state, names, what):
+    """A mapping with exactly these names as a dict; `what` is what an error calls it."""
+    if not isinstance(state, collections.abc.Mapping):
+        raise TypeError(f"{what} is a {type(state).__name__}; expected a dict of arrays")
+    missing = [name for name in names if name not in state]
+    unknown = [_show(name) for name in state if name not in names]
+    if missing or unknown:
+        faults = [*(f"lacks {name}" for name in missing), *(f"has the unknown {name}" for name in unknown)]
+        raise ValueError(f"{what} {_listed(faults)}; expected {', '.join(names)}")
+    return dict(state)
+
+
+def _listed(faults):
+    """The first few, joined: a whole model's state has hundreds of names."""
+    return ", ".join(faults[:6]) + (f" and {len(faults) - 6} more" if len(faults) > 6 else "")

@@ -22,7 +22,7 @@ import copy
 
 import numpy as np
 
-from mha_fast import _validate
+from mha_fast import _validate, _weights
 
 __all__ = ["MultiHeadAttention", "PositionWiseFFN", "alibi_slopes", "scaled_dot_product_attention"]
 
@@ -349,7 +349,7 @@ def alibi_slopes(num_heads):
     return np.concatenate([slopes, between])
 
 
-class MultiHeadAttention:
+class MultiHeadAttention(_weights.AttentionWeights):
     """Multi-head attention layer with its four projections.
 
     Q = X W_q + b_q, K = Y W_k + b_k and V = Z W_v + b_v are split into heads; each head attends by
@@ -673,7 +673,7 @@ class MultiHeadAttention:
         return layer
 
 
-class PositionWiseFFN:
+class PositionWiseFFN(_weights.FFNWeights):
     """Position-wise feed-forward network: ``max(0, X W_1 + b_1) W_2 + b_2``.
 
     Parameters

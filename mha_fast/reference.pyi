@@ -4,6 +4,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from mha_fast._weights import AttentionWeights, FFNWeights
+
 __all__ = ["MultiHeadAttention", "PositionWiseFFN", "alibi_slopes", "scaled_dot_product_attention"]
 
 # An array; with return_lse or return_weights a tuple of arrays.
@@ -32,7 +34,7 @@ def scaled_dot_product_attention(
 ) -> Any: ...
 def alibi_slopes(num_heads: int) -> NDArray[np.float64]: ...
 
-class MultiHeadAttention:
+class MultiHeadAttention(AttentionWeights):
     num_hiddens: int
     num_heads: int
     num_kv_heads: int
@@ -92,7 +94,7 @@ class MultiHeadAttention:
     def transpose_output(self, X: ArrayLike) -> NDArray[Any]: ...
     def astype(self, dtype: DTypeLike) -> MultiHeadAttention: ...
 
-class PositionWiseFFN:
+class PositionWiseFFN(FFNWeights):
     num_hiddens: int
     ffn_num_hiddens: int
     W_1: NDArray[Any]
