@@ -212,20 +212,17 @@ def attend_varlen(call):
 def _attend(call, b, query, key, value):
     """Sequence b alone, lower-right: (H, L, E) over (Hkv, S, E) -> out (H, L, Ev), lse (H, L)."""
     options = call.options
-    more = {
-        "window_size": None if options.window == (-1, -1) else options.window,
-        "softcap": options.softcap or None,
-        "alibi_slopes": None if options.slopes is None else options.slopes[b],
-        "sinks": options.sinks,
-    }
     out, lse = reference.scaled_dot_product_attention(
         *(array.astype(call.compute, copy=False) for array in (query, key, value)),
         is_causal=options.causal,
         scale=options.scale,
         enable_gqa=True,
         q_offset=key.shape[1] - query.shape[1],
+        window_size=options.window,
+        softcap=options.softcap,
+        alibi_slopes=None if options.slopes is None else options.slopes[b],
+        sinks=options.sinks,
         return_lse=True,
-        **{name: value for name, value in more.items() if value is not None},
     )
     with np.errstate(all="ignore"):
         return out.astype(call.dtype, copy=False), lse
@@ -505,6 +502,9 @@ class KVCache:
     [6, 4]
     """
 
+    # The fast class has the fast function here.
+    _attention = staticmethod(attention_with_kvcache)
+
     def __init__(self, batch, num_kv_heads, max_len, head_dim, v_head_dim=None, dtype=np.float32):
         sizes = _validate_sequences.cache_sizes(batch, num_kv_heads, max_len, head_dim, v_head_dim)
         self.batch, self.num_kv_heads, self.max_len, self.head_dim, self.v_head_dim = sizes
@@ -602,13 +602,10 @@ class KVCache:
             k, v, counts = _validate_sequences.appended(self, k, v, None, self._seqlens)
             totals = self._seqlens + counts
         storage = self._room_for(totals)
-        result = self._attention(query, k=k, v=v, cache_seqlens=self._seqlens, **storage, **options)
+        result = self._attention(query, k=k, v=v, cache_seqlens=self._seqlens, block_table=None, **storage, **options)
         self._use(storage)
         self._seqlens = totals
         return result
-
-    # The fast class has the fast function here.
-    _attention = staticmethod(attention_with_kvcache)
 
     def truncate(self, lengths):
         """Forget the last tokens.

@@ -13,10 +13,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mha_fast import _validate
-from mha_fast._validate import _addressable, _broadcast, _check_size, _clipped, _readable, _show, as_array, flag
+from mha_fast._validate import (
+    _addressable,
+    _broadcast,
+    _check_size,
+    _clipped,
+    _input,
+    _is_half,
+    _readable,
+    _result_dtype,
+    _show,
+    _storage_dtype,
+    as_array,
+    flag,
+)
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
-_SUPPORTED = "float16, bfloat16, float32 and float64 are supported, bool and integers become float64"
 _CACHE_DTYPES = "float16, bfloat16, float32, float64 or int8"
 # Numbers of this size and above could reach infinity when a rotation mixes two of them in float32.
 _INT8_LIMIT = float(np.finfo(np.float32).max) / 2
@@ -105,23 +117,8 @@ def compute_dtype(dtype):
     return _FLOAT64 if dtype == _FLOAT64 else _FLOAT32
 
 
-def _storage_dtype(dtype, name):
-    """The dtype in which the computation reads an array of this dtype."""
-    if dtype.type in (np.float16, np.float32, np.float64) or dtype.name == "bfloat16":
-        return np.dtype(dtype.type)
-    if dtype.kind in "biu":
-        return _FLOAT64
-    raise TypeError(f"{name} has dtype {dtype}; {_SUPPORTED}")
-
-
-def _input(array, name):
-    return _readable(array, _storage_dtype(array.dtype, name))
-
-
-def _result_dtype(dtypes):
-    """The dtype that all share, else the wider of what they compute in: float16 with bfloat16 gives float32."""
-    first = dtypes[0]
-    return first if all(dtype == first for dtype in dtypes) else np.result_type(*map(compute_dtype, dtypes))
+def _is_cache_dtype(dtype):
+    return dtype.type in (np.float32, np.float64, np.int8) or _is_half(dtype)
 
 
 def cache_dtype(dtype):
@@ -130,7 +127,7 @@ def cache_dtype(dtype):
         found = np.dtype(dtype)
     except Exception:  # numpy.dtype parses strings and may raise SyntaxError too
         raise TypeError(f"dtype is {_show(dtype)}; expected {_CACHE_DTYPES}") from None
-    if found.type not in (np.float16, np.float32, np.float64, np.int8) and found.name != "bfloat16":
+    if not _is_cache_dtype(found):
         raise TypeError(f"dtype is {found}; expected {_CACHE_DTYPES}")
     return np.dtype(found.type)
 
@@ -138,55 +135,23 @@ def cache_dtype(dtype):
 # ---------------------------------------------------------------- options
 
 
-def _window(window_size):
-    try:
-        left, right = window_size
-    except TypeError:
-        raise TypeError(f"window_size is {_show(window_size)}; expected a pair of integers (left, right)") from None
-    except ValueError:
-        raise ValueError(f"window_size is {_show(window_size)}; expected a pair of integers (left, right)") from None
-    for side in (left, right):
-        if isinstance(side, (bool, np.bool_)) or not isinstance(side, numbers.Integral):
-            raise TypeError(f"window_size is {_show(window_size)}; expected a pair of integers (left, right)")
-        if side < -1:
-            raise ValueError(f"window_size is {_show(window_size)}; expected numbers of at least -1 (no limit)")
-    return int(left), int(right)
+class _Sizes(NamedTuple):
+    """What the checks of slopes and sinks ask for."""
+
+    lead: tuple[int]
+    num_heads: int
 
 
-def _softcap(softcap):
-    number = _validate._finite_number(softcap, "softcap")
-    if number < 0:
-        raise ValueError(f"softcap is {_show(softcap)}; expected at least 0 (0 is without)")
-    return number
-
-
-def _per_head(value, name, shapes, compute):
-    """Slopes or sinks as an array of the dtype of the computation, of one of `shapes`."""
-    array = as_array(value, name)
-    _storage_dtype(array.dtype, name)
-    if array.shape not in shapes:
-        expected = " or ".join(str(shape) for shape in shapes)
-        raise ValueError(f"{name} has shape {array.shape}; expected {expected}")
-    return _readable(array, compute)
-
-
-def _options(is_causal, scale, window_size, softcap, alibi_slopes, sinks, batch, query, compute):
-    """The checked options of a call whose query is (..., H, L, E)."""
-    num_heads, head_dim = query.shape[-3], query.shape[-1]
-    if scale is not None:
-        scale = _validate._finite_number(scale, "scale")
-    if alibi_slopes is not None:
-        slopes = _per_head(alibi_slopes, "alibi_slopes", ((num_heads,), (batch, num_heads)), compute)
-        alibi_slopes = _broadcast(slopes, (batch, num_heads), "alibi_slopes")
-    if sinks is not None:
-        sinks = _per_head(sinks, "sinks", ((num_heads,),), compute)
+def _options(is_causal, scale, window_size, softcap, alibi_slopes, sinks, batch, query, compute, named):
+    """The checked options of a call whose query is (..., H, L, E); slopes and sinks join `named`."""
+    sizes = _Sizes((batch,), query.shape[-3])
     return Options(
         causal=flag(is_causal, "is_causal"),
-        scale=_validate._effective_scale(scale, head_dim, compute),
-        window=_window(window_size),
-        softcap=_softcap(softcap),
-        slopes=alibi_slopes,
-        sinks=sinks,
+        scale=_validate._effective_scale(scale, query.shape[-1], compute),
+        window=_validate._window(window_size),
+        softcap=_validate._effective_softcap(softcap, compute),
+        slopes=_validate._slopes(alibi_slopes, sizes, compute, named),
+        sinks=_validate._sinks(sinks, sizes, compute, named),
     )
 
 
@@ -248,14 +213,14 @@ def varlen_call(
     named = [(name, as_array(x, name)) for name, x in (("query", query), ("key", key), ("value", value))]
     for name, array in named:
         _rank(array, name, "(tokens, heads, width)")
+    dtype = _result_dtype(named)
+    compute = compute_dtype(dtype)
     query, key, value = (_validate.heads_first(_input(array, name), "blhd") for name, array in named)
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"query has width {query.shape[2]} but key has {key.shape[2]}")
     if key.shape[1] != value.shape[1]:
         raise ValueError(f"key has {key.shape[1]} tokens but value has {value.shape[1]}")
     _validate._check_heads(query.shape[0], key.shape[0], value.shape[0], enable_gqa)
-    dtype = _result_dtype([query.dtype, key.dtype, value.dtype])
-    compute = compute_dtype(dtype)
 
     named.append(("cu_seqlens_q", as_array(cu_seqlens_q, "cu_seqlens_q")))
     q_starts = _starts(named[-1][1], "cu_seqlens_q", query.shape[1], "query")
@@ -271,7 +236,8 @@ def varlen_call(
         k_starts = _starts(named[-1][1], "cu_seqlens_k", key.shape[1], "key")
         if k_starts.size != q_starts.size:
             raise ValueError(f"cu_seqlens_q has {q_starts.size} offsets but cu_seqlens_k has {k_starts.size}")
-    options = _options(is_causal, scale, window_size, softcap, alibi_slopes, sinks, q_starts.size - 1, query, compute)
+    batch = q_starts.size - 1
+    options = _options(is_causal, scale, window_size, softcap, alibi_slopes, sinks, batch, query, compute, named)
 
     shape = (query.shape[1], query.shape[0], value.shape[2])
     out_array = _result(out, shape, dtype, named)
@@ -312,7 +278,7 @@ def _caches(k_cache, v_cache, paged):
     """The two caches, which agree in all but their widths."""
     caches = [(name, _cache_array(x, name)) for name, x in (("k_cache", k_cache), ("v_cache", v_cache))]
     for name, array in caches:
-        if array.dtype.type not in (np.float16, np.float32, np.float64, np.int8) and array.dtype.name != "bfloat16":
+        if not _is_cache_dtype(array.dtype):
             raise TypeError(f"{name} has dtype {array.dtype}; expected {_CACHE_DTYPES}")
         _rank(array, name, "(blocks, heads, block, width)" if paged else "(batch, heads, max_len, width)")
     (_, k_cache), (_, v_cache) = caches
@@ -371,6 +337,13 @@ def _check_room(starts, counts, capacity, of):
         raise ValueError(f"entry {b} would hold {starts[b]} + {counts[b]} tokens; expected at most {capacity}, {of}")
 
 
+def _quantizable(array):
+    """True if rows of these numbers have a scale; integers always do."""
+    with np.errstate(all="ignore"):  # bfloat16 warns of NaN
+        # The comparison is False for NaN too.
+        return array.dtype.kind in "biu" or float(np.abs(array).max(initial=0)) < _INT8_LIMIT
+
+
 def _new_tokens(k, v, batch, num_kv_heads, widths, dtype):
     """The caller's k and v, (B, Hkv, n, E) and (B, Hkv, n, Ev), named; and as they are read."""
     named = [(name, as_array(x, name)) for name, x in (("k", k), ("v", v))]
@@ -383,8 +356,7 @@ def _new_tokens(k, v, batch, num_kv_heads, widths, dtype):
                 f"{name} has shape {array.shape}; expected ({batch}, {num_kv_heads}, {tokens}, {width}) for this cache"
             )
     for name, array in named if dtype == np.int8 else ():
-        # The comparison is False for NaN too; integers are never that large.
-        if array.dtype.kind not in "biu" and not float(np.abs(array).max(initial=0)) < _INT8_LIMIT:
+        if not _quantizable(array):
             raise ValueError(
                 f"{name} holds NaN, infinity or numbers of {_INT8_LIMIT:.3g} and more; "
                 "expected finite numbers for an int8 cache"
@@ -508,9 +480,9 @@ def cache_call(
     v_scale = _scale_of(v_scale, v_cache, "v_scale", "v_cache")
     caches = [("k_cache", k_cache), ("v_cache", v_cache), ("k_scale", k_scale), ("v_scale", v_scale)]
     caches = [(name, array) for name, array in caches if array is not None]
-    dtype = query.dtype if k_cache.dtype == np.int8 else _result_dtype([query.dtype, k_cache.dtype])
+    dtype = query.dtype if k_cache.dtype == np.int8 else _result_dtype(named + caches[:1])
     compute = compute_dtype(dtype)
-    options = _options(is_causal, scale, window_size, softcap, alibi_slopes, sinks, batch, query, compute)
+    options = _options(is_causal, scale, window_size, softcap, alibi_slopes, sinks, batch, query, compute, named)
     rotary = _cache_rotary(rotary_base, rotary_dim, rotary_interleaved, head_dim)
 
     # 2. The new tokens and their places.

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-MODULES = ["mha_fast"] + [f"mha_fast.{x}" for x in ("_core", "attention", "reference", "_validate", "_config")]
+MODULES = ["mha_fast"] + [
+    f"mha_fast.{x}"
+    for x in ("_core", "attention", "reference", "_reference_sequences", "_validate", "_validate_sequences", "_config")
+]
 README = Path(__file__).resolve().parents[1] / "README.md"
 
 
