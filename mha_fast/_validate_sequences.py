@@ -18,6 +18,7 @@ from mha_fast._validate import (
     _broadcast,
     _check_size,
     _clipped,
+    _given,
     _input,
     _is_half,
     _readable,
@@ -30,6 +31,8 @@ from mha_fast._validate import (
 
 _FLOAT32, _FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 _CACHE_DTYPES = "float16, bfloat16, float32, float64 or int8"
+# More tokens than any cache holds; a few times as many are still within int64.
+_MORE_THAN_ANY = 2**60
 # Numbers of this size and above could reach infinity when a rotation mixes two of them in float32.
 _INT8_LIMIT = float(np.finfo(np.float32).max) / 2
 
@@ -313,7 +316,7 @@ def _counts(value, name, batch):
     """An int or (B,) integers of at least 0 as (B,) int64; what is far beyond any cache is clipped."""
     if isinstance(value, numbers.Integral) and not isinstance(value, (bool, np.bool_)):
         # Here and not below, because an int beyond 64 bits would become an object array.
-        array = np.array(max(-1, min(int(value), 2**62)))
+        array = np.array(max(-1, min(int(value), _MORE_THAN_ANY)))
     else:
         array = as_array(value, name)
     if array.dtype.kind not in "iu":
@@ -326,7 +329,7 @@ def _counts(value, name, batch):
         raise ValueError(
             f"{name}{where} is {_show(value) if array.ndim == 0 else array[negative][0]}; expected at least 0"
         )
-    return np.ascontiguousarray(_broadcast(_clipped(array, 0, 2**62), (batch,), name))
+    return np.ascontiguousarray(_broadcast(_clipped(array, 0, _MORE_THAN_ANY), (batch,), name))
 
 
 def _check_room(starts, counts, capacity, of):
@@ -376,8 +379,8 @@ def _check_writable(written, read):
                 raise ValueError(f"{name} shares memory with {other}; expected memory of its own to take new tokens")
 
 
-def _block_table(block_table, batch):
-    array = as_array(block_table, "block_table")
+def _block_table(array, batch):
+    """The table as (B, pages) int64; its numbers are checked once the lengths are known."""
     if array.dtype.kind != "i" or array.itemsize not in (4, 8):
         raise TypeError(f"block_table has dtype {array.dtype}; expected int32 or int64")
     if array.ndim != 2 or array.shape[0] != batch:
@@ -487,6 +490,9 @@ def cache_call(
 
     # 2. The new tokens and their places.
     starts = _counts(cache_seqlens, "cache_seqlens", batch)
+    if isinstance(cache_seqlens, np.ndarray):
+        named.append(("cache_seqlens", np.asarray(cache_seqlens)))
+    block_table = _given(block_table, "block_table", named)
     new = 0
     if k is not None:
         tokens, k, v = _new_tokens(k, v, batch, num_kv_heads, (cache_dim, v_cache.shape[3]), k_cache.dtype)

@@ -24,7 +24,6 @@ import numpy as np
 
 from mha_fast import _validate
 
-
 # This module is what those functions loop over: they look its function up when they are called.
 from mha_fast._reference_sequences import (
     KVCache,

@@ -5,13 +5,13 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import draw
+from conftest import STORED, UNIT, draw
 
 from mha_fast.reference import apply_rotary
 
 PAIRINGS = pytest.mark.parametrize("interleaved", [False, True])
-# The unit roundoff of what is stored.
-STORAGE_UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
+# The unit roundoff of the dtype of x.
+ROUNDOFF = UNIT | {dtype: unit for dtype, (unit, _) in STORED.items()}
 
 
 def turned(x, positions, base=10000.0, interleaved=False, dim=None):
@@ -28,7 +28,7 @@ def turned(x, positions, base=10000.0, interleaved=False, dim=None):
 
 @PAIRINGS
 @pytest.mark.parametrize("dim", [None, 2, 8])
-@pytest.mark.parametrize("dtype", STORAGE_UNIT)
+@pytest.mark.parametrize("dtype", ROUNDOFF)
 def test_pairs_turn_as_complex_numbers(rng, dtype, dim, interleaved):
     x = draw(rng, 2, 3, 7, 10, dtype=dtype)
     before = x.copy()
@@ -39,7 +39,7 @@ def test_pairs_turn_as_complex_numbers(rng, dtype, dim, interleaved):
     # cos, sin, two products and a sum in the dtype of the computation, and one rounding to what is stored. In float64
     # the angle itself, up to 1e5, has the rounding of its size.
     compute = "float64" if dtype == "float64" else "float32"
-    limit = 4 * STORAGE_UNIT[compute] + STORAGE_UNIT[dtype] + 1e5 * 2.0**-52
+    limit = 4 * ROUNDOFF[compute] + ROUNDOFF[dtype] + 1e5 * 2.0**-52
     assert np.abs(got.astype(np.float64) - want).max() <= 2 * np.abs(want).max() * limit
     assert np.array_equal(got[..., dim or 10 :], x[..., dim or 10 :])
     assert np.array_equal(x, before)
@@ -57,7 +57,7 @@ def test_a_product_depends_on_the_difference_of_positions(rng, dtype, interleave
             )
             for m in (-1000, 0, 1, 17, 4096)
         ]
-        limit = 64 * 8 * STORAGE_UNIT[dtype] * np.linalg.norm(q) * np.linalg.norm(k) + 1e-10
+        limit = 64 * 8 * ROUNDOFF[dtype] * np.linalg.norm(q) * np.linalg.norm(k) + 1e-10
         assert np.ptp(products) <= limit
 
 

@@ -7,15 +7,13 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import allowed, assert_close, draw, exact, largest, largest_score, wide
+from conftest import DTYPES, STORED, allowed, assert_close, draw, exact, largest, largest_score, rounding, wide
 
 import mha_fast
 from mha_fast import reference, sequences
 
-# The unit roundoff of what is stored; the computation is in float32 at least.
-STORAGE_UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 0.0, "float64": 0.0}
-COMPUTE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
-DTYPES = pytest.mark.parametrize("dtype", STORAGE_UNIT)
+STORED_DTYPES = (*DTYPES, *STORED)
+every_dtype = pytest.mark.parametrize("dtype", STORED_DTYPES)
 # Lengths of the sequences' queries and keys: equal, fewer queries, more queries, none of either, across tiles.
 LENGTHS = [(5, 5), (3, 20), (20, 3), (0, 4), (4, 0), (0, 0), (1, 300), (70, 65)]
 SCORES = {
@@ -25,16 +23,10 @@ SCORES = {
     "slopes of each": {"alibi_slopes": np.linspace(0, 1, 4 * len(LENGTHS)).reshape(-1, 4)},
     "sinks": {"sinks": np.array([0.0, 1.0, -2.0, 5.0])},
 }
-needs_scores = pytest.mark.skipif(
-    "window_size" not in inspect.signature(reference.scaled_dot_product_attention).parameters,
-    reason="the reference has no window, softcap, slopes or sinks yet",
-)
 
 
-@pytest.fixture(params=["fast", "reference"])
-def forms(request, isa):
-    """Each of the two modules, the fast one on each level."""
-    return {"fast": sequences, "reference": reference}[request.param]
+def computed_in(dtype):
+    return "float32" if dtype in STORED else dtype
 
 
 class Packed:
@@ -45,14 +37,15 @@ class Packed:
         self.query = draw(rng, self.q_ends[-1], heads, width, dtype=dtype)
         self.key = draw(rng, self.k_ends[-1], kv_heads, width, dtype=dtype)
         self.value = draw(rng, self.k_ends[-1], kv_heads, value_width, dtype=dtype)
-        compute = COMPUTE[dtype]
-        score = largest_score(*(wide(self.bhld(x)) for x in (self.query, self.key)))
+        compute = computed_in(dtype)
+        score = largest_score(*(self.bhld(x) for x in (self.query, self.key)))
         bound = allowed(compute, width, score)
-        self.limits = (bound + STORAGE_UNIT[dtype]) * largest(wide(self.value)), bound
+        top = largest(wide(self.value))
+        self.limits = bound * top + rounding(dtype, top), bound
 
     @staticmethod
     def bhld(x):
-        return x.astype(np.float64).swapaxes(0, 1)[None]
+        return wide(x).swapaxes(0, 1)[None]
 
     def run(self, forms, **options):
         return forms.varlen_attention(
@@ -85,17 +78,16 @@ class Packed:
 # ---------------------------------------------------------------- packed sequences
 
 
-@DTYPES
+@every_dtype
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_packed_is_a_loop_over_sequences(rng, forms, dtype, is_causal):
     x = Packed(rng, dtype)
     out, lse = x.run(forms, is_causal=is_causal)
     assert out.dtype == dtype
-    assert lse.dtype == COMPUTE[dtype]
+    assert lse.dtype == computed_in(dtype)
     x.same((out, lse), x.loop(is_causal=is_causal))
 
 
-@needs_scores
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("case", SCORES)
 def test_every_option_holds_in_each_sequence(rng, forms, case, is_causal):
@@ -210,7 +202,6 @@ def base():
 
 
 SUPPORTED = "float16, bfloat16, float32 and float64 are supported, bool and integers become float64"
-PAIR = "expected a pair of integers (left, right)"
 VARLEN = {
     "query rank": (
         {"query": ones(1, 7, 4, 6)},
@@ -302,18 +293,31 @@ VARLEN = {
     "is_causal": ({"is_causal": 1}, TypeError, "is_causal is 1; expected True or False"),
     "return_lse": ({"return_lse": None}, TypeError, "return_lse is None; expected True or False"),
     "scale": ({"scale": math.inf}, ValueError, "scale is inf; expected a finite number"),
-    "window int": ({"window_size": 3}, TypeError, f"window_size is 3; {PAIR}"),
-    "window of three": ({"window_size": (1, 2, 3)}, ValueError, f"window_size is (1, 2, 3); {PAIR}"),
-    "window float": ({"window_size": (1.0, 2)}, TypeError, f"window_size is (1.0, 2); {PAIR}"),
-    "window below -1": (
-        {"window_size": (-2, 0)},
-        ValueError,
-        "window_size is (-2, 0); expected numbers of at least -1 (no limit)",
+    "window int": (
+        {"window_size": 3},
+        TypeError,
+        "window_size is 3; expected a pair (left, right): how many keys before and behind its own position a query "
+        "sees, -1 for no limit",
     ),
-    "softcap": ({"softcap": -1.0}, ValueError, "softcap is -1.0; expected at least 0 (0 is without)"),
+    "window below -1": ({"window_size": (-2, 0)}, ValueError, "window_size[0] is -2; expected at least -1"),
+    "softcap": ({"softcap": -1.0}, ValueError, "softcap is -1.0; expected 0, which is none, or a positive number"),
     "softcap NaN": ({"softcap": math.nan}, ValueError, "softcap is nan; expected a finite number"),
-    "slopes": ({"alibi_slopes": ones(3, 4)}, ValueError, "alibi_slopes has shape (3, 4); expected (4,) or (2, 4)"),
-    "sinks": ({"sinks": ones(2)}, ValueError, "sinks has shape (2,); expected (4,)"),
+    "slopes": (
+        {"alibi_slopes": ones(3, 4)},
+        ValueError,
+        "alibi_slopes has shape (3, 4); expected (4,) or (2, 4): a number for each query head",
+    ),
+    "sinks": ({"sinks": ones(2)}, ValueError, "sinks has shape (2,); expected (4,): a number for each query head"),
+    "slopes infinite": (
+        {"alibi_slopes": [0.0, math.inf, 0.0, 0.0]},
+        ValueError,
+        "alibi_slopes holds NaN or infinity; expected finite numbers",
+    ),
+    "integers beside bfloat16": (
+        {"query": ones(7, 4, 6, dtype=int), "value": ones(9, 2, 5, dtype=ml_dtypes.bfloat16)},
+        TypeError,
+        "query has dtype int64 and value has dtype bfloat16; expected floating numbers beside bfloat16",
+    ),
     "sinks dtype": ({"sinks": ["a"] * 4}, TypeError, f"sinks has dtype <U1; {SUPPORTED}"),
     "threads": ({"num_threads": 0}, ValueError, "num_threads is 0; expected at least 1"),
     "out shape": ({"out": ones(7, 4, 6)}, ValueError, "out has shape (7, 4, 6); expected (7, 4, 5)"),
@@ -342,7 +346,7 @@ def test_out_must_not_overlap(forms):
 def parts(rng, dtype, cuts, keys=600, **options):
     """Attention over pieces of the keys, and over all of them in float64."""
     query, key, value = draw(rng, 2, 4, 5, 16), draw(rng, 2, 2, keys, 16), draw(rng, 2, 2, keys, 8)
-    compute = COMPUTE[dtype]
+    compute = computed_in(dtype)
     query, key, value = (x.astype(dtype).astype(compute) for x in (query, key, value))
     edges = [0, *cuts, keys]
     pieces = [
@@ -354,17 +358,17 @@ def parts(rng, dtype, cuts, keys=600, **options):
     outs, lses = (np.stack(x) for x in zip(*pieces, strict=True))
     bound = 2 * allowed(compute, 16, largest_score(query, key))
     # Parts and result are both rounded to what is stored.
-    limits = (bound + 2 * STORAGE_UNIT[dtype]) * largest(value), bound
+    limits = bound * largest(value) + 2 * rounding(dtype, largest(value)), bound
     return outs.astype(dtype), lses, exact(query, key, value, enable_gqa=True, **options)[:2], limits
 
 
-@DTYPES
+@every_dtype
 @pytest.mark.parametrize("cuts", [[], [1], [300], [7, 7, 256, 599], [0, 0, 600, 600]])
 def test_parts_of_the_keys_merge_to_the_whole(rng, isa, dtype, cuts):
     outs, lses, want, limits = parts(rng, dtype, cuts)
     got = reference.merge_states(outs, lses)
     assert got[0].dtype == dtype
-    assert got[1].dtype == COMPUTE[dtype]
+    assert got[1].dtype == computed_in(dtype)
     for name, g, w, limit in zip(("out", "lse"), got, want, limits, strict=True):
         assert_close(g, w, limit, name)
 
