@@ -24,7 +24,26 @@ import numpy as np
 
 from mha_fast import _validate, _weights
 
-__all__ = ["MultiHeadAttention", "PositionWiseFFN", "alibi_slopes", "scaled_dot_product_attention"]
+# This module is what those functions loop over: they look its function up when they are called.
+from mha_fast._reference_sequences import (
+    KVCache,
+    apply_rotary,
+    attention_with_kvcache,
+    merge_states,
+    varlen_attention,
+)
+
+__all__ = [
+    "KVCache",
+    "MultiHeadAttention",
+    "PositionWiseFFN",
+    "alibi_slopes",
+    "apply_rotary",
+    "attention_with_kvcache",
+    "merge_states",
+    "scaled_dot_product_attention",
+    "varlen_attention",
+]
 
 
 def scaled_dot_product_attention(

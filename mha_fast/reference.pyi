@@ -4,9 +4,24 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from mha_fast._reference_sequences import KVCache as KVCache
+from mha_fast._reference_sequences import apply_rotary as apply_rotary
+from mha_fast._reference_sequences import attention_with_kvcache as attention_with_kvcache
+from mha_fast._reference_sequences import merge_states as merge_states
+from mha_fast._reference_sequences import varlen_attention as varlen_attention
 from mha_fast._weights import AttentionWeights, FFNWeights
 
-__all__ = ["MultiHeadAttention", "PositionWiseFFN", "alibi_slopes", "scaled_dot_product_attention"]
+__all__ = [
+    "KVCache",
+    "MultiHeadAttention",
+    "PositionWiseFFN",
+    "alibi_slopes",
+    "apply_rotary",
+    "attention_with_kvcache",
+    "merge_states",
+    "scaled_dot_product_attention",
+    "varlen_attention",
+]
 
 # An array; with return_lse or return_weights a tuple of arrays.
 def scaled_dot_product_attention(

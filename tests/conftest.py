@@ -9,7 +9,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 import mha_fast
-from mha_fast import _config, reference
+from mha_fast import _config, reference, sequences
 
 DTYPES = ("float32", "float64")
 CONFIG = mha_fast.show_config()
@@ -96,6 +96,16 @@ def attention(request):
         return
     with in_force(request.param):
         yield mha_fast.scaled_dot_product_attention
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def forms(request):
+    """The module with the functions of sequences and caches: the reference, then the fast one on each level."""
+    if request.param == "reference":
+        yield reference
+        return
+    with in_force(request.param):
+        yield sequences
 
 
 @pytest.fixture

@@ -1,0 +1,114 @@
+"""Packed sequences and key/value caches on the fast path; merged results and rotary positions are NumPy's work."""
+
+from mha_fast import _reference_sequences, _validate_sequences, reference
+from mha_fast.attention import _documented_as
+from mha_fast.reference import apply_rotary, merge_states
+
+__all__ = ["KVCache", "apply_rotary", "attention_with_kvcache", "merge_states", "varlen_attention"]
+
+
+# TODO: these two become `_core.varlen(call)` and `_core.attend_cache(call)`; until then nothing here is fast, and the
+# package does not export it.
+def _varlen(call):
+    return _reference_sequences.attend_varlen(call)
+
+
+def _attend_cache(call):
+    return _reference_sequences.attend_cache(call)
+
+
+@_documented_as(reference.varlen_attention)
+def varlen_attention(
+    query,
+    key,
+    value,
+    cu_seqlens_q,
+    cu_seqlens_k=None,
+    *,
+    is_causal=False,
+    scale=None,
+    enable_gqa=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    sinks=None,
+    return_lse=False,
+    out=None,
+    num_threads=None,
+):
+    return _varlen(
+        _validate_sequences.varlen_call(
+            query,
+            key,
+            value,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            is_causal,
+            scale,
+            enable_gqa,
+            window_size,
+            softcap,
+            alibi_slopes,
+            sinks,
+            return_lse,
+            out,
+            num_threads,
+        )
+    )
+
+
+@_documented_as(reference.attention_with_kvcache)
+def attention_with_kvcache(
+    query,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    *,
+    cache_seqlens,
+    block_table=None,
+    k_scale=None,
+    v_scale=None,
+    is_causal=True,
+    scale=None,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    sinks=None,
+    rotary_base=None,
+    rotary_dim=None,
+    rotary_interleaved=False,
+    return_lse=False,
+    out=None,
+    num_threads=None,
+):
+    return _attend_cache(
+        _validate_sequences.cache_call(
+            query,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            cache_seqlens,
+            block_table,
+            k_scale,
+            v_scale,
+            is_causal,
+            scale,
+            window_size,
+            softcap,
+            alibi_slopes,
+            sinks,
+            rotary_base,
+            rotary_dim,
+            rotary_interleaved,
+            return_lse,
+            out,
+            num_threads,
+        )
+    )
+
+
+@_documented_as(reference.KVCache)
+class KVCache(reference.KVCache):
+    _attention = staticmethod(attention_with_kvcache)
