@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-NAMES = ("_core", "attention", "reference", "_reference_sequences", "_validate", "_validate_sequences", "_config", "_weights")
+NAMES = (
+    "_core",
+    "attention",
+    "reference",
+    "_reference_sequences",
+    "_validate",
+    "_validate_sequences",
+    "_config",
+    "_weights",
+)
 MODULES = ["mha_fast", *(f"mha_fast.{name}" for name in (*NAMES, "plot", "onnx"))]
 README = Path(__file__).resolve().parents[1] / "README.md"
 
