@@ -110,6 +110,8 @@ cdef void leave_out(mha_params *p) noexcept:
     p.weights.head = p.weights.row = p.weights.col = 0
     p.mask.col = 0
     p.mask.dtype = MHA_BOOL
+    p.q_starts = p.k_starts = p.pages = NULL
+    p.page_len = p.pages_row = 0
 
 
 cdef int resolve_threads(object num_threads) except -1:
@@ -225,6 +227,82 @@ def attend(call):
         results.append(weights if call.num_head_axes else weights[0])
     run(&p)
     return tuple(results) if len(results) > 1 else result
+
+
+# ---- packed sequences and caches
+
+cdef object run_rows(mha_params *p, call, cnp.ndarray out, tuple lse_shape):
+    """Run a call whose inputs are described, with lse (heads and rows the last axes); returns what the caller gets."""
+    cdef cnp.ndarray lse
+    cdef int lead = <int> len(lse_shape) - 2
+    if not call.return_lse:
+        run(p)
+        return
+    lse = np.empty(lse_shape, call.compute)
+    fill(&p.lse, lse, lead, lead, lead + 1, -1)
+    run(p)
+    return lse
+
+
+def attend_varlen(call):
+    """The result of a validated call of packed sequences (`_validate_sequences.VarlenCall`)."""
+    cdef mha_params p
+    cdef cnp.ndarray query = call.query, key = call.key, value = call.value, out
+    cdef cnp.ndarray q_starts = call.q_starts, k_starts = call.k_starts
+    cdef cnp.ndarray q_lens = np.diff(q_starts), k_lens = np.diff(k_starts), offset = k_lens - q_lens
+    cdef int64_t batch = cnp.PyArray_DIM(offset, 0)
+    leave_out(&p)
+    fill_sizes(&p, query, key, value, 0, 0, 1)
+    # the entries are a leading dimension that the arrays do not have
+    p.lead_ndim = 1
+    p.lead_shape[0] = batch
+    p.query.lead[0] = p.key.lead[0] = p.value.lead[0] = p.out.lead[0] = p.lse.lead[0] = 0
+    p.q_starts = <const int64_t *> cnp.PyArray_DATA(q_starts)
+    p.k_starts = <const int64_t *> cnp.PyArray_DATA(k_starts)
+    p.q_len = q_lens.max(initial=0)
+    p.kv_len = k_lens.max(initial=0)
+    fill(&p.offset, offset, 1, -1, -1, -1)
+    fill_options(&p, call)
+    result = np.empty(call.shape, call.dtype) if call.out is None else call.out_object
+    out = call.out if call.out is not None else _validate.heads_first(result, "blhd")
+    fill(&p.out, out, 0, 0, 1, 2)
+    lse = run_rows(&p, call, out, call.query.shape[:2])
+    return (result, lse) if call.return_lse else result
+
+
+def attend_cache(call, query_rows):
+    """The result of a validated call on a cache (`_validate_sequences.CacheCall`) whose new tokens are written.
+
+    query_rows: the call's query, rotated where it has to be.
+    """
+    cdef mha_params p
+    cdef cnp.ndarray query = query_rows, key = call.state.k_cache, value = call.state.v_cache, out, table
+    cdef cnp.ndarray totals = call.state.totals, offset = totals - query_rows.shape[2]
+    leave_out(&p)
+    fill_sizes(&p, query, key, value, 1, 1, 2)
+    if call.state.block_table is not None:
+        table = call.state.block_table
+        p.pages = <const int64_t *> cnp.PyArray_DATA(table)
+        p.pages_row = cnp.PyArray_DIM(table, 1)
+        p.page_len = p.kv_len
+    p.kv_len = totals.max(initial=0)
+    fill(&p.lengths, totals, 1, -1, -1, -1)
+    fill(&p.offset, offset, 1, -1, -1, -1)
+    fill_options(&p, call)
+    out = np.empty(call.shape, call.dtype) if call.out is None else call.out
+    fill(&p.out, out, 1, 1, 2, 3)
+    lse = run_rows(&p, call, out, call.shape[:3])
+    result = out if call.out is None else call.out_object
+    return (result, lse) if call.return_lse else result
+
+
+cdef void fill_options(mha_params *p, call) except *:
+    """What a call of packed sequences or on a cache has beside its arrays."""
+    options = call.options
+    p.dtype = MHA_F32 if call.compute == np.float32 else MHA_F64
+    p.causal = options.causal
+    p.scale = options.scale
+    p.num_threads = resolve_threads(call.num_threads)
 
 
 # ---- the common case, recognised by exact tests that raise nothing

@@ -38,6 +38,10 @@ cdef extern from "mha.h" nogil:
         int64_t lead_shape[MHA_MAX_LEAD]
         int64_t num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim
         mha_array query, key, value, mask, lengths, offset, out, lse, weights
+        const int64_t *q_starts
+        const int64_t *k_starts
+        const int64_t *pages
+        int64_t page_len, pages_row
 
     ctypedef struct mha_linear:
         mha_array x, weight

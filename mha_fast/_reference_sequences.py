@@ -378,19 +378,25 @@ def attention_with_kvcache(
 
 def attend_cache(call):
     """The result of a `CacheCall`, as `attention_with_kvcache` returns it; new tokens are written."""
-    state, batch, queries = call.state, call.shape[0], call.shape[2]
+    state, batch = call.state, call.shape[0]
     out = np.empty(call.shape, call.dtype) if call.out is None else call.out_object
     out_array = out if call.out is None else call.out
     lse = np.empty(call.shape[:3], call.compute)
-    query = call.query.astype(call.compute, copy=False)
-    if state.rotary is not None:
-        query = _rotated(query, _positions(state.totals - queries, queries), state.rotary)
+    query = rotated_query(call)
     write_tokens(state)
     for b in range(batch):
         key = _tokens(state, b, state.k_cache, state.k_scale, call.compute)
         value = _tokens(state, b, state.v_cache, state.v_scale, call.compute)
         out_array[b], lse[b] = _attend(call, b, query[b], key, value)
     return (out, lse) if call.return_lse else out
+
+
+def rotated_query(call):
+    """The query of a `CacheCall` in the dtype of the computation, each row rotated by its position."""
+    query, state, queries = call.query.astype(call.compute, copy=False), call.state, call.shape[2]
+    if state.rotary is None:
+        return query
+    return _rotated(query, _positions(state.totals - queries, queries), state.rotary)
 
 
 def write_tokens(state):

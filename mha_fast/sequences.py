@@ -1,20 +1,20 @@
 """Packed sequences and key/value caches on the fast path; merged results and rotary positions are NumPy's work."""
 
-from mha_fast import _reference_sequences, _validate_sequences, reference
+from mha_fast import _core, _reference_sequences, _validate_sequences, reference
 from mha_fast.attention import _documented_as
 from mha_fast.reference import apply_rotary, merge_states
 
 __all__ = ["KVCache", "apply_rotary", "attention_with_kvcache", "merge_states", "varlen_attention"]
 
 
-# TODO: these two become `_core.varlen(call)` and `_core.attend_cache(call)`; until then nothing here is fast, and the
-# package does not export it.
-def _varlen(call):
-    return _reference_sequences.attend_varlen(call)
-
 
 def _attend_cache(call):
-    return _reference_sequences.attend_cache(call)
+    """Write the new tokens, rotate the query, attend."""
+    state, query = call.state, call.query
+    if state.rotary is not None:
+        query = _reference_sequences.rotated_query(call)
+    _reference_sequences.write_tokens(state)
+    return _core.attend_cache(call, query)
 
 
 @_documented_as(reference.varlen_attention)
@@ -36,7 +36,7 @@ def varlen_attention(
     out=None,
     num_threads=None,
 ):
-    return _varlen(
+    return _core.attend_varlen(
         _validate_sequences.varlen_call(
             query,
             key,

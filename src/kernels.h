@@ -29,11 +29,11 @@ static inline int64_t mha_next_tile(int64_t left, int64_t whole)
     return left >= whole ? whole : left >= 4 ? 4 : left >= 2 ? 2 : 1;
 }
 
-/* Rows of one head; strides in elements. */
+/* Rows of one head; strides in elements. page: from one page to the next, where rows lie in pages. */
 typedef struct mha_matrix {
     const char *data;
     mha_dtype dtype;
-    int64_t row, col;
+    int64_t row, col, page;
 } mha_matrix;
 
 /* One query of a task. mask points at key 0 of the query's mask row, weights at its weights row. */
@@ -61,12 +61,33 @@ typedef struct mha_task {
     int64_t query_col, mask_col, out_col;
     /* what differs */
     mha_matrix key, value;
+    const int64_t *pages; /* of the task's batch entry, NULL where the rows of key and value are evenly spaced */
+    int64_t page_len;
     mha_row *rows;
     int64_t num_rows, visible; /* visible: the largest of the rows' */
     mha_ahead ahead[MHA_AHEAD];
     int64_t split_begin, split_end;
     void *state; /* NULL: normalise and write the rows; else leave the state of the one split here */
 } mha_task;
+
+/* Where a key's row of key or value begins. */
+static inline const char *mha_key_row(const mha_task *task, const mha_matrix *matrix, int64_t key)
+{
+    int64_t at = task->pages ? task->pages[key / task->page_len] * matrix->page + key % task->page_len * matrix->row
+                             : key * matrix->row;
+    return matrix->data + at * mha_item_bytes(matrix->dtype);
+}
+
+/* Of count keys from key on, how many lie evenly spaced: pages may happen to follow each other. */
+static inline int64_t mha_even_keys(const mha_task *task, const mha_matrix *matrix, int64_t key, int64_t count)
+{
+    if (!task->pages) return count;
+    const int64_t *page = task->pages + key / task->page_len;
+    int64_t even = task->page_len - key % task->page_len;
+    for (; even < count && (page[1] - page[0]) * matrix->page == task->page_len * matrix->row; page++)
+        even += task->page_len;
+    return mha_min(even, count);
+}
 
 /* out[rows][col_begin..col_end] = x weight + bias. weight has depth rows: those of the matrix itself, or packed column tiles.
  * out and bias are in the compute dtype; col_begin is the border of a column tile. */

@@ -58,12 +58,20 @@ void mha_exp2(mha_isa isa, mha_dtype dtype, const void *src, void *dst, int64_t 
 
 double mha_estimated_ns(const mha_params *p)
 {
-    double pairs = (double)p->num_heads * (double)p->q_len * (double)p->kv_len;
-    double kv_bytes = (double)p->num_kv_heads * (double)p->kv_len * (double)(p->head_dim + p->value_dim) * 4;
-    for (int64_t d = 0; d < p->lead_ndim; d++) {
-        pairs *= (double)p->lead_shape[d];
-        kv_bytes *= (double)p->lead_shape[d];
+    double pairs = (double)p->q_len * (double)p->kv_len, keys = (double)p->kv_len;
+    if (p->q_starts) {
+        pairs = 0;
+        keys = (double)p->k_starts[p->lead_shape[0]];
+        for (int64_t b = 0; b < p->lead_shape[0]; b++)
+            pairs += (double)(p->q_starts[b + 1] - p->q_starts[b]) * (double)(p->k_starts[b + 1] - p->k_starts[b]);
+    } else {
+        for (int64_t d = 0; d < p->lead_ndim; d++) {
+            pairs *= (double)p->lead_shape[d];
+            keys *= (double)p->lead_shape[d];
+        }
     }
+    pairs *= (double)p->num_heads;
+    double kv_bytes = (double)p->num_kv_heads * keys * (double)(p->head_dim + p->value_dim) * 4;
     /* Coarse, for one core: 10 flops a nanosecond and lane, 10 bytes a nanosecond, 20 flops a weight. */
     double lanes = levels[p->isa].kernels[p->dtype]->tiles.lanes;
     return pairs * (double)(2 * (p->head_dim + p->value_dim) + 20) / (10 * lanes) + kv_bytes / 10;
@@ -76,7 +84,8 @@ static int64_t layout(mha_plan *plan)
     plan->thread_bytes = mha_align_up(sizeof(mha_task)) + mha_align_up(plan->rows_per_task * (int64_t)sizeof(mha_row)) +
                          mha_align_up(plan->scratch_bytes);
     int64_t scratch = mha_saturating(plan->thread_bytes, plan->threads);
-    plan->order_bytes = p->lengths.data ? mha_align_up(mha_saturating(plan->batches, 2 * (int64_t)sizeof(int64_t))) : 0;
+    int64_t numbers = p->q_starts || p->lengths.data ? 2 : 0; /* of each batch entry, see mha_place_plan */
+    plan->order_bytes = mha_align_up(mha_saturating(plan->batches, numbers * (int64_t)sizeof(int64_t)));
     if (states > INT64_MAX / 8 || scratch > INT64_MAX / 8 || plan->order_bytes > INT64_MAX / 8) return -1;
     return plan->order_bytes + states + scratch + 64;
 }
@@ -99,6 +108,18 @@ mha_status mha_check(const mha_params *p)
     return MHA_OK;
 }
 
+/* Rows of a batch entry for one key/value head: its queries times the group. */
+static int64_t entry_rows(const mha_plan *plan, int64_t batch)
+{
+    const int64_t *starts = plan->p->q_starts;
+    return starts ? (starts[batch + 1] - starts[batch]) * plan->group : plan->rows;
+}
+
+static int64_t entry_tasks(const mha_plan *plan, int64_t batch)
+{
+    return plan->p->num_kv_heads * mha_divide_up(entry_rows(plan, batch), plan->rows_per_task);
+}
+
 void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
 {
     plan->p = p;
@@ -114,7 +135,7 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
         (p->key.row * mha_item_bytes(p->key.dtype) >= 2048 || p->value.row * mha_item_bytes(p->value.dtype) >= 2048) &&
         p->kv_len >= 4 * MHA_KEY_SPLIT && !plan->few;
     int packs = far || p->key.dtype != p->dtype || p->value.dtype != p->dtype || p->key.col != 1 || p->value.col != 1 ||
-                p->value_dim % tiles.lanes;
+                p->pages || p->value_dim % tiles.lanes;
     int64_t head_bytes = p->head_dim * mha_item_bytes(p->key.dtype) + p->value_dim * mha_item_bytes(p->value.dtype);
     int64_t panels = plan->few ? 1 : mha_divide_up(plan->rows, tiles.panel);
     plan->heads = mha_saturating(plan->batches, p->num_kv_heads);
@@ -123,10 +144,12 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
     int64_t together = shares && !plan->few ? mha_min(panels, MHA_PANELS_TOGETHER) : 1;
     plan->rows_per_task = plan->few ? mha_max(plan->rows, 1) : mha_min(mha_max(plan->rows, 1), together * tiles.panel);
     plan->row_tasks = mha_divide_up(plan->rows, plan->rows_per_task);
-    plan->tail_heads = p->causal ? mha_min(plan->heads, 4 * (int64_t)threads / mha_max(plan->row_tasks, 1)) : 0;
+    plan->tail_heads =
+        p->causal && !p->q_starts ? mha_min(plan->heads, 4 * (int64_t)threads / mha_max(plan->row_tasks, 1)) : 0;
     plan->splits = mha_max(mha_divide_up(p->kv_len, MHA_KEY_SPLIT), 1);
     plan->threads = threads;
-    plan->tasks = mha_saturating(plan->heads, plan->row_tasks);
+    plan->tasks = p->q_starts ? 0 : mha_saturating(plan->heads, plan->row_tasks);
+    for (int64_t b = 0; p->q_starts && b < plan->batches; b++) plan->tasks += entry_tasks(plan, b);
     plan->split_tasks = plan->threads > 1 && plan->splits > 1 && plan->tasks < 4 * (int64_t)plan->threads;
     if (plan->split_tasks) plan->tasks = mha_saturating(plan->tasks, plan->splits);
     plan->shared = (mha_task){.scale = p->scale,
@@ -141,8 +164,9 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
                               .query_col = p->query.col,
                               .mask_col = p->mask.col,
                               .out_col = p->out.col,
-                              .key = {NULL, p->key.dtype, p->key.row, p->key.col},
-                              .value = {NULL, p->value.dtype, p->value.row, p->value.col}};
+                              .page_len = p->page_len,
+                              .key = {NULL, p->key.dtype, p->key.row, p->key.col, p->key.lead[0]},
+                              .value = {NULL, p->value.dtype, p->value.row, p->value.col, p->value.lead[0]}};
     plan->bytes = -1;
     if (p->head_dim > MHA_MAX_DEPTH || p->value_dim > MHA_MAX_DEPTH || plan->batches > MHA_MAX_DEPTH) return;
     plan->state_bytes = plan->kernels->state_bytes(&plan->shared);
@@ -166,10 +190,10 @@ static int64_t lead_offset(const mha_params *p, const mha_array *a, int64_t b)
 
 static char *at(const mha_array *a, int64_t offset) { return a->data + offset * mha_item_bytes(a->dtype); }
 
-/* The number of keys that query i may see, masks aside. length, offset: of the batch entry. */
-static int64_t visible_keys(const mha_params *p, const int64_t *length, const int64_t *offset, int64_t i)
+/* The number of keys that query i may see, masks aside. keys, length, offset: of the batch entry. */
+static int64_t visible_keys(const mha_params *p, int64_t keys, const int64_t *length, const int64_t *offset, int64_t i)
 {
-    int64_t visible = length ? mha_min(mha_max(length[i * p->lengths.row], 0), p->kv_len) : p->kv_len;
+    int64_t visible = length ? mha_min(mha_max(length[i * p->lengths.row], 0), keys) : keys;
     return p->causal ? mha_max(mha_min(visible, i + *offset + 1), 0) : visible;
 }
 
@@ -198,15 +222,17 @@ static void fill_rows(const mha_plan *plan, mha_task *task, int64_t batch, int64
         p->lengths.data ? (const int64_t *)at(&p->lengths, lead_offset(p, &p->lengths, batch)) : NULL;
     const int64_t *offset = p->causal ? (const int64_t *)at(&p->offset, lead_offset(p, &p->offset, batch)) : NULL;
     int64_t i = first / plan->group, member = first % plan->group;
-    task->num_rows = mha_min(plan->rows - first, plan->rows_per_task);
+    int64_t keys = p->q_starts ? p->k_starts[batch + 1] - p->k_starts[batch] : p->kv_len;
+    int64_t place = p->q_starts ? p->q_starts[batch] + i : i; /* in the arrays */
+    task->num_rows = mha_min(entry_rows(plan, batch) - first, plan->rows_per_task);
     task->visible = 0;
-    fill_pointers(plan, task, offsetof(mha_row, query), &p->query, batch, kv_head, i, member);
-    fill_pointers(plan, task, offsetof(mha_row, mask), &p->mask, batch, kv_head, i, member);
-    fill_pointers(plan, task, offsetof(mha_row, out), &p->out, batch, kv_head, i, member);
-    fill_pointers(plan, task, offsetof(mha_row, lse), &p->lse, batch, kv_head, i, member);
-    fill_pointers(plan, task, offsetof(mha_row, weights), &p->weights, batch, kv_head, i, member);
+    fill_pointers(plan, task, offsetof(mha_row, query), &p->query, batch, kv_head, place, member);
+    fill_pointers(plan, task, offsetof(mha_row, mask), &p->mask, batch, kv_head, place, member);
+    fill_pointers(plan, task, offsetof(mha_row, out), &p->out, batch, kv_head, place, member);
+    fill_pointers(plan, task, offsetof(mha_row, lse), &p->lse, batch, kv_head, place, member);
+    fill_pointers(plan, task, offsetof(mha_row, weights), &p->weights, batch, kv_head, place, member);
     for (int64_t r = 0; r < task->num_rows; r++) {
-        task->rows[r].visible = visible_keys(p, length, offset, i);
+        task->rows[r].visible = visible_keys(p, keys, length, offset, i);
         task->visible = mha_max(task->visible, task->rows[r].visible);
         if (++member == plan->group) {
             member = 0;
@@ -220,11 +246,28 @@ typedef struct place {
     int64_t batch, head, first_row;
 } place;
 
+/* The same order over sequences of their own lengths: the entry is searched for by its first task. */
+static place locate_packed(const mha_plan *plan, int64_t t)
+{
+    int64_t entry = 0;
+    for (int64_t end = plan->batches; end - entry > 1;) {
+        int64_t middle = entry + (end - entry) / 2;
+        if (plan->first_task[middle] <= t)
+            entry = middle;
+        else
+            end = middle;
+    }
+    int64_t batch = plan->order[entry], row_tasks = entry_tasks(plan, batch) / plan->p->num_kv_heads;
+    t -= plan->first_task[entry];
+    return (place){batch, t / row_tasks, (row_tasks - 1 - t % row_tasks) * plan->rows_per_task};
+}
+
 /* Task t of (batch entries by work, kv heads, row groups from the last to the first): the last rows see most keys, and
  * tasks of one head follow each other while its keys and values are in the cache. The last heads' tasks are sorted by row
  * group alone where a border makes them unequal: many threads then end together. */
 static place locate(const mha_plan *plan, int64_t t)
 {
+    if (plan->p->q_starts) return locate_packed(plan, t);
     int64_t head = t / plan->row_tasks, group = t % plan->row_tasks, first_tail = plan->heads - plan->tail_heads;
     if (head >= first_tail) {
         t -= first_tail * plan->row_tasks;
@@ -236,21 +279,31 @@ static place locate(const mha_plan *plan, int64_t t)
                    (plan->row_tasks - 1 - group) * plan->rows_per_task};
 }
 
+/* Where the head of key or value begins: for rows in pages that of the first page. */
+static char *kv_rows(const mha_params *p, const mha_array *a, place place)
+{
+    int64_t entry = p->pages ? 0 : p->q_starts ? p->k_starts[place.batch] * a->row : lead_offset(p, a, place.batch);
+    return at(a, entry + place.head * a->head);
+}
+
 static char *head_rows(const mha_params *p, const mha_array *a, place place)
 {
     return at(a, lead_offset(p, a, place.batch) + place.head * a->head);
 }
 
-static void open_task(const mha_plan *plan, mha_task *task, int64_t t)
+/* Gives the batch entry. */
+static int64_t open_task(const mha_plan *plan, mha_task *task, int64_t t)
 {
     const mha_params *p = plan->p;
     place place = locate(plan, t);
-    task->key.data = head_rows(p, &p->key, place);
-    task->value.data = head_rows(p, &p->value, place);
+    task->key.data = kv_rows(p, &p->key, place);
+    task->value.data = kv_rows(p, &p->value, place);
+    task->pages = p->pages ? p->pages + place.batch * p->pages_row : NULL;
     fill_rows(plan, task, place.batch, place.head, place.first_row);
     task->split_begin = 0;
     task->split_end = mha_divide_up(task->visible, MHA_KEY_SPLIT);
     task->state = NULL;
+    return place.batch;
 }
 
 static mha_ahead ahead_rows(const mha_array *a, const char *head, int64_t first, int64_t last, int64_t cols)
@@ -269,8 +322,8 @@ static void look_ahead(const mha_plan *plan, mha_task *task, int64_t t)
     if (next_head < plan->tasks) {
         place place = locate(plan, next_head);
         int64_t first = p->kv_len * share / plan->row_tasks, last = p->kv_len * (share + 1) / plan->row_tasks;
-        task->ahead[0] = ahead_rows(&p->key, head_rows(p, &p->key, place), first, last, p->head_dim);
-        task->ahead[1] = ahead_rows(&p->value, head_rows(p, &p->value, place), first, last, p->value_dim);
+        task->ahead[0] = ahead_rows(&p->key, kv_rows(p, &p->key, place), first, last, p->head_dim);
+        task->ahead[1] = ahead_rows(&p->value, kv_rows(p, &p->value, place), first, last, p->value_dim);
     }
     if (next < plan->tasks && plan->group == 1) {
         place place = locate(plan, next);
@@ -322,13 +375,13 @@ void mha_attention_task(const void *of, int phase, int64_t t, int thread)
     mha_task *task = thread_task(plan, thread);
     char *scratch = thread_scratch(plan, thread);
     int splitting = phase == ATTEND && plan->split_tasks;
-    open_task(plan, task, splitting ? t / plan->splits : t);
+    int64_t batch = open_task(plan, task, splitting ? t / plan->splits : t);
     if (phase == WEIGHTS) {
         plan->kernels->panel_weights(task, scratch);
     } else if (phase == MERGE) {
         plan->kernels->merge(task, plan->states + t * plan->splits * plan->state_bytes, scratch);
     } else {
-        if (!plan->split_tasks && !plan->few) look_ahead(plan, task, t);
+        if (!plan->split_tasks && !plan->few && !plan->p->pages && !plan->p->q_starts) look_ahead(plan, task, t);
         if (splitting) {
             int64_t split = t % plan->splits;
             if (split >= task->split_end) return;
@@ -336,7 +389,8 @@ void mha_attention_task(const void *of, int phase, int64_t t, int thread)
             task->split_end = split + 1;
             task->state = plan->states + t * plan->state_bytes;
         }
-        (plan->few ? plan->kernels->attend_few : plan->kernels->attend_panels)(task, scratch);
+        int few = entry_rows(plan, batch) <= MHA_FEW_ROWS;
+        (few ? plan->kernels->attend_few : plan->kernels->attend_panels)(task, scratch);
     }
 }
 
@@ -368,16 +422,23 @@ void mha_run(const mha_job *job)
     mha_fp_leave(saved);
 }
 
-/* Batch entries by the sum of their lengths, largest first, ties in order (Shell sort: nothing is allocated). */
+/* The number of keys that the queries of an entry may see together, causal rules aside. */
+static int64_t entry_work(const mha_params *p, int64_t b)
+{
+    if (p->q_starts) return mha_saturating(p->q_starts[b + 1] - p->q_starts[b], p->k_starts[b + 1] - p->k_starts[b]);
+    const int64_t *length = (const int64_t *)at(&p->lengths, lead_offset(p, &p->lengths, b));
+    int64_t work = 0;
+    for (int64_t i = 0; i < (p->lengths.row ? p->q_len : 1); i++)
+        work += mha_max(mha_min(length[i * p->lengths.row], p->kv_len), 0);
+    return work;
+}
+
+/* Batch entries by their work, largest first, ties in order (Shell sort: nothing is allocated). */
 static void sort_batches(const mha_plan *plan, int64_t *order, int64_t *work)
 {
-    const mha_params *p = plan->p;
     for (int64_t b = 0; b < plan->batches; b++) {
-        const int64_t *length = (const int64_t *)at(&p->lengths, lead_offset(p, &p->lengths, b));
         order[b] = b;
-        work[b] = 0;
-        for (int64_t i = 0; i < (p->lengths.row ? p->q_len : 1); i++)
-            work[b] += mha_max(mha_min(length[i * p->lengths.row], p->kv_len), 0);
+        work[b] = entry_work(plan->p, b);
     }
     int64_t gap = 1;
     while (gap < plan->batches / 3) gap = 3 * gap + 1;
@@ -395,12 +456,21 @@ static void sort_batches(const mha_plan *plan, int64_t *order, int64_t *work)
 
 void mha_place_plan(mha_plan *plan, char *memory)
 {
-    plan->order = NULL;
+    plan->order = plan->first_task = NULL;
     plan->states = memory + plan->order_bytes;
     plan->scratch = plan->states + (plan->split_tasks ? plan->tasks * plan->state_bytes : 0);
-    if (!plan->p->lengths.data || plan->threads == 1 || !plan->tasks) return;
+    int sorts = plan->p->q_starts || (plan->p->lengths.data && plan->threads > 1);
+    if (!sorts || !plan->tasks) return;
     plan->order = (int64_t *)memory;
-    sort_batches(plan, plan->order, plan->order + plan->batches);
+    int64_t *work = plan->order + plan->batches;
+    sort_batches(plan, plan->order, work);
+    if (!plan->p->q_starts) return;
+    plan->first_task = work; /* no longer needed */
+    int64_t tasks = 0;
+    for (int64_t e = 0; e < plan->batches; e++) {
+        plan->first_task[e] = tasks;
+        tasks += entry_tasks(plan, plan->order[e]);
+    }
 }
 
 /* ---- one call of attention */

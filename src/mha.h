@@ -41,6 +41,14 @@ typedef struct mha_params {
     mha_array mask;    /* MHA_BOOL (nonzero = may attend), MHA_F32 or MHA_F64 (added); (*lead, heads, q_len, kv_len) */
     mha_array lengths; /* MHA_I64 (*lead, q_len): query i sees key j only if j < length */
     mha_array offset;  /* MHA_I64 (*lead), within +-2^62; needed where causal is set */
+    /* Packed sequences: entry b of the one leading dimension has queries q_starts[b] to q_starts[b + 1] and keys k_starts[b] to
+     * k_starts[b + 1] of arrays without that dimension (its stride is 0); q_len and kv_len are the largest. NULL without. No
+     * mask, no lengths, no weights beside it. */
+    const int64_t *q_starts, *k_starts;
+    /* Pages: key t of entry b is row t % page_len of page pages[b * pages_row + t / page_len], which is an index of the leading
+     * dimension of key and value. NULL without. */
+    const int64_t *pages;
+    int64_t page_len, pages_row;
     /* (*lead, heads, q_len, value_dim | none | kv_len), dtype as above. weights: zeros, column stride 1; hidden keys are left. */
     mha_array out, lse, weights;
 } mha_params;

@@ -13,9 +13,22 @@ typedef struct FN(block) {
     int64_t key_row, value_row;
 } FN(block);
 
-MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix)
+MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix, int64_t first, int64_t count)
 {
-    return matrix->dtype == REAL_DTYPE && matrix->col == 1 && !task->pack_keys;
+    return matrix->dtype == REAL_DTYPE && matrix->col == 1 && !task->pack_keys &&
+           mha_even_keys(task, matrix, first, count) == count;
+}
+
+/* Packs the rows of keys first.., from page to page. */
+static void FN(pack_keys)(REAL *dst, int64_t dst_row, const mha_task *task, const mha_matrix *matrix, int64_t first,
+                          int64_t count, int64_t cols)
+{
+    for (int64_t k = 0, even; k < count; k += even) {
+        mha_matrix rows = *matrix;
+        rows.data = mha_key_row(task, matrix, first + k);
+        even = mha_even_keys(task, matrix, first + k, count - k);
+        FN(pack_rows)(dst + k * dst_row, dst_row, &rows, 0, even, cols);
+    }
 }
 
 /* whole_vectors: the kernel reads whole vectors of values, so rows that are none are packed. careful: non-finite values
@@ -24,17 +37,18 @@ static FN(block)
     FN(open_block)(const mha_task *task, FN(scratch) *s, int64_t first, int64_t end, int whole_vectors, int careful)
 {
     FN(block) block = {first, end - first, s->keys, s->values, s->few_row, s->out_row};
-    if (FN(in_place)(task, &task->key)) {
-        block.keys = (const REAL *)task->key.data + first * task->key.row;
+    if (FN(in_place)(task, &task->key, first, block.count)) {
+        block.keys = (const REAL *)mha_key_row(task, &task->key, first);
         block.key_row = task->key.row;
     } else {
-        FN(pack_rows)(s->keys, s->few_row, &task->key, first, block.count, task->head_dim);
+        FN(pack_keys)(s->keys, s->few_row, task, &task->key, first, block.count, task->head_dim);
     }
-    if (FN(in_place)(task, &task->value) && !careful && !(whole_vectors && task->value_dim % V(lanes))) {
-        block.values = (const REAL *)task->value.data + first * task->value.row;
+    int whole = !(whole_vectors && task->value_dim % V(lanes));
+    if (whole && !careful && FN(in_place)(task, &task->value, first, block.count)) {
+        block.values = (const REAL *)mha_key_row(task, &task->value, first);
         block.value_row = task->value.row;
     } else {
-        FN(pack_rows)(s->values, s->out_row, &task->value, first, block.count, task->value_dim);
+        FN(pack_keys)(s->values, s->out_row, task, &task->value, first, block.count, task->value_dim);
     }
     if (careful)
         for (int64_t i = 0; i < block.count * s->out_row; i++)

@@ -128,7 +128,7 @@ static void FN(add_non_finite)(const mha_task *task, const mha_row *rows, int64_
     for (int n = 0; n < num_runs; n++)
         for (int64_t k = runs[n].first; k < runs[n].first + runs[n].count; k++) {
             int64_t key = first_key + k;
-            const char *value = task->value.data + key * task->value.row * mha_item_bytes(task->value.dtype);
+            const char *value = mha_key_row(task, &task->value, key);
             for (int64_t c = 0; c < task->value_dim; c++) {
                 REAL x;
                 FN(convert)(&x, value + c * task->value.col * mha_item_bytes(task->value.dtype), task->value.dtype, 1,
