@@ -109,7 +109,9 @@ static mha_status make_layer_plan(layer_plan *plan, const mha_layer *layer, char
     }
     map *out = &plan->maps[OUT];
     int64_t attended_row = spread(plan, out->linear.depth);
-    char *attended = take(plan, mha_saturating(mha_saturating(out->rows, attended_row), plan->item));
+    /* A task reads its queries before it writes their results, so both take one place, but for weights, which come later. */
+    char *attended = plan->maps[QUERY].out;
+    if (p->weights.data) attended = take(plan, mha_saturating(mha_saturating(out->rows, attended_row), plan->item));
     plan->rows_bytes = mha_align_up(mha_saturating(ROWS * plan->item, mha_min(depth, INT64_MAX / 4096)));
     plan->rows = take(plan, mha_saturating(plan->rows_bytes, plan->threads));
     p->query = heads_of(plan, &plan->maps[QUERY], p->head_dim);
