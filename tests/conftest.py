@@ -15,7 +15,7 @@ DTYPES = ("float32", "float64")
 CONFIG = mha_fast.show_config()
 LEVELS = CONFIG["levels_built"]
 # What a test runs on that takes the fixture `attention`: the reference, and levels of the fast function.
-IMPLEMENTATIONS = ("reference",)
+IMPLEMENTATIONS = ("reference", *LEVELS)
 
 # The tolerance table: the unit roundoff u of each compute dtype; `allowed` makes a bound of it.
 #
@@ -98,7 +98,7 @@ def attention(request):
         yield mha_fast.scaled_dot_product_attention
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=IMPLEMENTATIONS[:1])
 def forms(request):
     """The module with the functions of sequences and caches: the reference, then the fast one on each level."""
     if request.param == "reference":
