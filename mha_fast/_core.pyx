@@ -4,7 +4,8 @@ import numpy as np
 
 cimport numpy as cnp
 from cpython.dict cimport PyDict_GetItem
-from libc.math cimport sqrt
+from libc.float cimport DBL_MAX
+from libc.math cimport INFINITY, sqrt
 from libc.stdint cimport int64_t
 
 from mha_fast._mha cimport (
@@ -43,6 +44,7 @@ from mha_fast._mha cimport (
     mha_params,
     mha_pause_threads,
     mha_status,
+    mha_tanh,
     mha_tiles,
     mha_workspace_bytes,
 )
@@ -99,13 +101,27 @@ cdef void fill(mha_array *a, cnp.ndarray array, int lead, int head, int row, int
         a.lead[d] = strides[d] >> shift
 
 
+cdef void fill_per_head(mha_array *a, cnp.ndarray array, int lead) noexcept:
+    """Describe a number for each head, the same in all batch entries."""
+    cdef int d
+    fill(a, array, 0, 0, -1, -1)
+    for d in range(lead):
+        a.lead[d] = 0
+
+
 cdef void leave_out(mha_params *p) noexcept:
-    """No optional array yet."""
+    """No optional array yet, and nothing that changes or hides scores."""
+    p.window_left = p.window_right = -1
+    p.softcap = 0.0
     p.mask.data = NULL
     p.lengths.data = NULL
     p.offset.data = NULL
+    p.slopes.data = NULL
+    p.sinks.data = NULL
     p.lse.data = NULL
     p.weights.data = NULL
+    p.weight_rows = NULL
+    p.num_weight_rows = 0
     p.lse.head = p.lse.row = p.lse.col = 0
     p.weights.head = p.weights.row = p.weights.col = 0
     p.mask.col = 0
@@ -194,17 +210,28 @@ cdef int check(mha_status status) except -1:
     return 0
 
 
+cdef void fill_options(mha_params *p, call, options, int lead) except *:
+    """How a call computes, and what of its options is no array of keys or queries."""
+    p.dtype = MHA_F32 if call.compute == np.float32 else MHA_F64
+    p.num_threads = resolve_threads(call.num_threads)
+    p.scale = options.scale
+    p.softcap = options.softcap
+    p.causal = options.causal
+    p.window_left, p.window_right = options.window
+    if options.slopes is not None:
+        fill(&p.slopes, options.slopes, lead, lead, -1, -1)
+    if options.sinks is not None:
+        fill_per_head(&p.sinks, options.sinks, lead)
+
+
 def attend(call):
     """The result of a validated call (`_validate.Call`)."""
     cdef mha_params p
-    cdef cnp.ndarray query = call.query, key = call.key, value = call.value, out, lse, weights
+    cdef cnp.ndarray query = call.query, key = call.key, value = call.value, out, lse, weights, chosen
     cdef int lead = cnp.PyArray_NDIM(query) - 3
     leave_out(&p)
     fill_sizes(&p, query, key, value, lead, lead, lead + 1)
-    p.dtype = MHA_F32 if call.dtype == np.float32 else MHA_F64
-    p.scale = call.scale
-    p.num_threads = resolve_threads(call.num_threads)
-    p.causal = call.causal
+    fill_options(&p, call, call, lead)
     if call.mask is not None:
         fill(&p.mask, call.mask, lead, lead, lead + 1, lead + 2)
     if call.lengths is not None:
@@ -217,12 +244,18 @@ def attend(call):
     results = [result]
     rows = call.query.shape[:-1]
     if call.return_lse:
-        lse = np.empty(rows, call.dtype)
+        lse = np.empty(rows, call.compute)
         fill(&p.lse, lse, lead, lead, lead + 1, -1)
         results.append(lse if call.num_head_axes else lse[0])
     if call.return_weights:
         # the core writes only the weights of visible keys
-        weights = np.zeros((*rows, p.kv_len), call.dtype)
+        if call.weights_rows is not None:
+            # contiguous already, except where another axis had broadcast it
+            chosen = np.ascontiguousarray(call.weights_rows)
+            p.weight_rows = <const int64_t *> cnp.PyArray_DATA(chosen)
+            p.num_weight_rows = cnp.PyArray_SIZE(chosen)
+            rows = (*rows[:-1], p.num_weight_rows)
+        weights = np.zeros((*rows, p.kv_len), call.compute)
         fill(&p.weights, weights, lead, lead, lead + 1, -1)
         results.append(weights if call.num_head_axes else weights[0])
     run(&p)
@@ -262,7 +295,7 @@ def attend_varlen(call):
     p.q_len = q_lens.max(initial=0)
     p.kv_len = k_lens.max(initial=0)
     fill(&p.offset, offset, 1, -1, -1, -1)
-    fill_options(&p, call)
+    fill_options(&p, call, call.options, 1)
     result = np.empty(call.shape, call.dtype) if call.out is None else call.out_object
     out = call.out if call.out is not None else _validate.heads_first(result, "blhd")
     fill(&p.out, out, 0, 0, 1, 2)
@@ -288,21 +321,12 @@ def attend_cache(call, query_rows):
     p.kv_len = totals.max(initial=0)
     fill(&p.lengths, totals, 1, -1, -1, -1)
     fill(&p.offset, offset, 1, -1, -1, -1)
-    fill_options(&p, call)
+    fill_options(&p, call, call.options, 1)
     out = np.empty(call.shape, call.dtype) if call.out is None else call.out
     fill(&p.out, out, 1, 1, 2, 3)
     lse = run_rows(&p, call, out, call.shape[:3])
     result = out if call.out is None else call.out_object
     return (result, lse) if call.return_lse else result
-
-
-cdef void fill_options(mha_params *p, call) except *:
-    """What a call of packed sequences or on a cache has beside its arrays."""
-    options = call.options
-    p.dtype = MHA_F32 if call.compute == np.float32 else MHA_F64
-    p.causal = options.causal
-    p.scale = options.scale
-    p.num_threads = resolve_threads(call.num_threads)
 
 
 # ---- the common case, recognised by exact tests that raise nothing
@@ -409,6 +433,7 @@ cdef bint plain_inputs(
 cdef str BHLD = "bhld"
 cdef str BLHD = "blhd"
 cdef int64_t ZERO = 0
+cdef tuple ALL_KEYS = (-1, -1)
 
 
 cdef void extent(cnp.ndarray array, char **low, char **high) noexcept:
@@ -484,6 +509,48 @@ cdef bint plain_position(mha_params *p, object is_causal, object q_offset, objec
     return True
 
 
+cdef bint plain_numbers(mha_array *a, object numbers, int num, mha_params *p, double lowest) noexcept:
+    """Describe a number for each head, at least `lowest` and below infinity; False where they are not plain ones."""
+    cdef cnp.ndarray array
+    cdef double number
+    cdef int64_t h
+    if not is_plain(numbers, num, 1):
+        return False
+    array = numbers
+    if cnp.PyArray_DIM(array, 0) != p.num_heads:
+        return False
+    for h in range(p.num_heads):
+        number = (<float *> cnp.PyArray_GETPTR1(array, h))[0] if num == cnp.NPY_FLOAT32 else (
+            <double *> cnp.PyArray_GETPTR1(array, h)
+        )[0]
+        if not lowest <= number < INFINITY:  # NaN neither
+            return False
+    fill_per_head(a, array, <int> p.lead_ndim)
+    return True
+
+
+cdef bint plain_scores(
+    mha_params *p, int num, object window_size, object softcap, object alibi_slopes, object sinks
+) noexcept:
+    """What changes or hides scores, where it is of the types that the names promise."""
+    cdef object left, right
+    if type(softcap) is not float or not (<double> softcap == 0.0 or 1e-30 < <double> softcap < 1e30):
+        return False
+    p.softcap = <double> softcap
+    if window_size is not ALL_KEYS:
+        if type(window_size) is not tuple or len(<tuple> window_size) != 2:
+            return False
+        left, right = <tuple> window_size
+        if type(left) is not int or type(right) is not int:
+            return False
+        if not (-1 <= left < 1 << 40 and -1 <= right < 1 << 40):
+            return False
+        p.window_left, p.window_right = left, right
+    if alibi_slopes is not None and not plain_numbers(&p.slopes, alibi_slopes, num, p, -DBL_MAX):
+        return False
+    return sinks is None or plain_numbers(&p.sinks, sinks, num, p, -INFINITY)
+
+
 cdef object attend_plain(mha_params *p, cnp.ndarray query, object layout, object out, bint return_lse):
     """The result of the common case; all but the results is filled in."""
     cdef int ndim = cnp.PyArray_NDIM(query), lead = ndim - 3, num = cnp.PyArray_TYPE(query), d
@@ -518,9 +585,14 @@ def scaled_dot_product_attention(
     enable_gqa=False,
     valid_lens=None,
     q_offset=None,
+    window_size=ALL_KEYS,
+    softcap=0.0,
+    alibi_slopes=None,
+    sinks=None,
     layout="bhld",
     return_lse=False,
     return_weights=False,
+    weights_rows=None,
     out=None,
     num_threads=None,
 ):
@@ -528,6 +600,7 @@ def scaled_dot_product_attention(
     cdef int64_t offset
     if (
         return_weights is False
+        and weights_rows is None
         and (return_lse is False or return_lse is True)
         and type(dropout_p) is float
         and <double> dropout_p == 0.0
@@ -541,7 +614,13 @@ def scaled_dot_product_attention(
             plain_position(&p, is_causal, q_offset, valid_lens, &offset)
             and (attn_mask is None or plain_mask(&p.mask, attn_mask, cnp.PyArray_TYPE(<cnp.ndarray> query), &p))
             and (valid_lens is None or plain_lengths(&p.lengths, valid_lens, &p))
-            and (out is None or plain_out(&p, out, query, (query, key, value, attn_mask, valid_lens)))
+            and plain_scores(
+                &p, cnp.PyArray_TYPE(<cnp.ndarray> query), window_size, softcap, alibi_slopes, sinks
+            )
+            and (
+                out is None
+                or plain_out(&p, out, query, (query, key, value, attn_mask, valid_lens, alibi_slopes, sinks))
+            )
         ):
             p.scale = 1.0 / sqrt(<double> p.head_dim) if scale is None else <double> scale
             p.num_threads = resolve_threads(num_threads)
@@ -563,6 +642,11 @@ def scaled_dot_product_attention(
             return_weights,
             out,
             num_threads,
+            window_size,
+            softcap,
+            alibi_slopes,
+            sinks,
+            weights_rows,
         )
     )
 
@@ -764,4 +848,11 @@ def exp2(cnp.ndarray x, int level):
     """2**x by the vector exponential of a level, for tests: x is C-contiguous float32 or float64, x <= 0 or NaN."""
     result = np.empty_like(x)
     mha_exp2(<mha_isa> level, dtype_of(x), cnp.PyArray_DATA(x), cnp.PyArray_DATA(<cnp.ndarray> result), x.size)
+    return result
+
+
+def tanh(cnp.ndarray x, int level):
+    """The hyperbolic tangent of a level, for tests: x is C-contiguous float32 or float64."""
+    result = np.empty_like(x)
+    mha_tanh(<mha_isa> level, dtype_of(x), cnp.PyArray_DATA(x), cnp.PyArray_DATA(<cnp.ndarray> result), x.size)
     return result

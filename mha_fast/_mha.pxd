@@ -33,11 +33,14 @@ cdef extern from "mha.h" nogil:
         mha_dtype dtype
         int num_threads
         int causal
-        double scale
+        int64_t window_left, window_right
+        double scale, softcap
         int64_t lead_ndim
         int64_t lead_shape[MHA_MAX_LEAD]
         int64_t num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim
-        mha_array query, key, value, mask, lengths, offset, out, lse, weights
+        mha_array query, key, value, mask, lengths, offset, slopes, sinks, out, lse, weights
+        const int64_t *weight_rows
+        int64_t num_weight_rows
         const int64_t *q_starts
         const int64_t *k_starts
         const int64_t *pages
@@ -77,3 +80,4 @@ cdef extern from "mha.h" nogil:
     void mha_pause_threads() noexcept
 
     void mha_exp2(mha_isa isa, mha_dtype dtype, const void *src, void *dst, int64_t count) noexcept
+    void mha_tanh(mha_isa isa, mha_dtype dtype, const void *src, void *dst, int64_t count) noexcept

@@ -83,6 +83,22 @@ MHA_INLINE void FN(few_output_rows)(const int rows, const REAL *weights, int64_t
     }
 }
 
+static const REAL FN(lane_index)[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
+/* Caps the scores of one row and adds its slope, for count keys from first on. */
+static void FN(few_rules)(const mha_task *task, const mha_row *row, int64_t first, int64_t count, REAL *scores)
+{
+    int64_t base = first / MHA_KEY_BLOCK * MHA_KEY_BLOCK;
+    VEC slope = V(set1)(row->slope ? *(const REAL *)row->slope : 0), index = V(load)(FN(lane_index));
+    VEC position = V(set1)((REAL)(row->position - base));
+    for (int64_t k = 0; k < count; k += V(lanes)) {
+        VEC score = V(load)(scores + k), key = V(add)(index, V(set1)((REAL)(first - base + k)));
+        if (task->softcap != 0) score = FN(cap)(score, (REAL)task->softcap);
+        if (row->slope) score = FN(add_slope)(score, slope, V(sub)(position, key));
+        V(store)(scores + k, score);
+    }
+}
+
 /* Applies the mask of one row to the scores of count keys from first on. */
 static void FN(few_mask)(const mha_task *task, FN(scratch) *s, const mha_row *row, int64_t first, int64_t count,
                          REAL *scores)
@@ -97,8 +113,6 @@ static void FN(few_mask)(const mha_task *task, FN(scratch) *s, const mha_row *ro
     for (int64_t k = 0; k < count; k += V(lanes))
         V(store)(scores + k, V(add_bias)(V(load)(scores + k), V(load)(s->mask_rows + k)));
 }
-
-static const REAL FN(lane_index)[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 /* Hides the keys of a block at or beyond visible, the padding of the last vector too, and gives the largest score. The
  * vectors are stored whole: small stores would hold up the loads of the next pass. */
@@ -166,7 +180,10 @@ static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) 
     }
     for (int64_t r = 0; r < rows; r++) {
         REAL *scores = s->scores + r * s->score_row;
+        if (task->softcap != 0 || task->has_slopes)
+            FN(few_rules)(task, task->rows + r, block->first, count, scores);
         if (task->has_mask) FN(few_mask)(task, s, task->rows + r, block->first, count, scores);
+        for (int64_t k = 0; k < mha_min(task->rows[r].first - block->first, count); k++) scores[k] = (REAL)-INFINITY;
         block_max[r] = FN(few_max)(scores, mha_min(task->rows[r].visible - block->first, count), count);
     }
     FN(few_softmax)(s, rows, count, block_max, state);
@@ -188,10 +205,11 @@ static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) 
 
 static void FN(few_split)(const mha_task *task, FN(scratch) *s, int64_t split, int careful, FN(state) *state)
 {
-    int64_t begin = split * MHA_KEY_SPLIT, end = mha_min(task->visible, begin + MHA_KEY_SPLIT);
+    int64_t begin = FN(split_first)(task, split), end = mha_min(task->visible, (split + 1) * MHA_KEY_SPLIT), next;
     FN(clear)(state, task->num_rows);
-    for (int64_t first = begin; first < end; first += MHA_KEY_BLOCK) {
-        FN(block) block = FN(open_block)(task, s, first, mha_min(end, first + MHA_KEY_BLOCK), 0, careful);
+    for (int64_t first = begin; first < end; first = next) {
+        next = mha_min(end, (first / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
+        FN(block) block = FN(open_block)(task, s, first, next, 0, careful);
         FN(few_block)(task, s, &block, state, first == begin, careful);
     }
 }

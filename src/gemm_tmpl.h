@@ -5,30 +5,6 @@
 _Static_assert(V(key_tile) <= 8 && V(query_vecs) <= 3 && V(row_tile) <= 6 && V(col_vecs) <= 4 && V(few_rows) <= 4,
                "the accumulators below are declared for these tiles");
 
-/* What hides scores of a tile, from its first key and vector on. */
-typedef struct FN(tile_mask) {
-    const uint16_t *bits; /* [group of 16 lanes][bits_row] with a bit a lane, NULL where there is no bool mask */
-    int64_t bits_row;
-    int lane;            /* of the panel, the tile's first */
-    int is_bias;         /* the float mask's biases lie where the scores will */
-    const REAL *visible; /* [lane]: keys at or beyond this one are hidden; NULL where none of the tile's is */
-    int64_t key;         /* the tile's first, counted like visible */
-} FN(tile_mask);
-
-enum { FN(plain), FN(by_length), FN(by_bits), FN(by_bias) };
-
-MHA_INLINE VEC FN(hide)(const int kind, VEC score, int k, int v, const FN(tile_mask) *mask, const REAL *bias)
-{
-    if (kind == FN(by_bits)) {
-        int lane = mask->lane + v * V(lanes);
-        score = V(keep_bits)(score, (uint32_t)mask->bits[lane / 16 * mask->bits_row + k] >> lane % 16);
-    }
-    if (kind == FN(by_bias)) score = V(add_bias)(score, V(load)(bias));
-    if (kind != FN(plain) &&mask->visible)
-        score = V(below)(score, V(set1)((REAL)(mask->key + k)), V(load)(mask->visible + v * V(lanes)));
-    return score;
-}
-
 MHA_INLINE void FN(store_scores)(const int keys, const int vecs, const int kind, VEC acc[8][3],
                                  const FN(tile_mask) *mask, REAL *RESTRICT scores, REAL *RESTRICT max)
 {
@@ -62,12 +38,18 @@ MHA_INLINE void FN(score_tile)(const int keys, const int vecs, const REAL *RESTR
         }
         query += V(query_vecs) * V(lanes);
     }
-    if (!mask)
+    if (!mask) {
         FN(store_scores)(keys, vecs, FN(plain), acc, mask, scores, max);
-    else if (mask->bits)
+    } else if (mask->raw) {
+        UNROLL for (int k = 0; k < keys; k++) UNROLL for (int v = 0; v < vecs; v++)
+            V(store)(mask->raw + (k * vecs + v) * V(lanes), acc[k][v]);
+        FN(apply_rules)(keys, vecs, mask, scores, max);
+    } else if (mask->bits)
         FN(store_scores)(keys, vecs, FN(by_bits), acc, mask, scores, max);
     else if (mask->is_bias)
         FN(store_scores)(keys, vecs, FN(by_bias), acc, mask, scores, max);
+    else if (mask->before)
+        FN(store_scores)(keys, vecs, FN(by_window), acc, mask, scores, max);
     else
         FN(store_scores)(keys, vecs, FN(by_length), acc, mask, scores, max);
 }
@@ -103,17 +85,18 @@ typedef struct FN(run) {
 } FN(run);
 
 /* out[row][col] = alpha[row] * out[row][col] + sum_key weights[key][row] * value[key][col] for a tile of rows x vecs
- * vectors and keys below visible; where first is set, out is not read. rows, vecs: constants once inlined. weights: row length panel. */
+ * vectors and keys [seen, visible); where first is set, out is not read. rows, vecs: constants once inlined. weights: row
+ * length panel. */
 MHA_INLINE void FN(output_tile)(const int rows, const int vecs, const REAL *RESTRICT weights,
                                 const REAL *RESTRICT value, int64_t value_row, const FN(run) *runs, int num_runs,
-                                int64_t visible, const REAL *RESTRICT alpha, int first, REAL *RESTRICT out, int64_t out_row)
+                                int64_t seen, int64_t visible, const REAL *RESTRICT alpha, int first, REAL *RESTRICT out, int64_t out_row)
 {
     VEC acc[6][4];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
     for (int n = 0; n < num_runs; n++) {
-        const REAL *row = value + runs[n].first * value_row, *weight = weights + runs[n].first * V(panel);
-        int64_t count = mha_min(runs[n].count, visible - runs[n].first);
-        for (int64_t k = 0; k < count; k++) {
+        int64_t begin = mha_max(runs[n].first, seen), end = mha_min(runs[n].first + runs[n].count, visible);
+        const REAL *row = value + begin * value_row, *weight = weights + begin * V(panel);
+        for (int64_t k = begin; k < end; k++) {
             VEC col[4];
             UNROLL for (int v = 0; v < vecs; v++) col[v] = V(load)(row + v * V(lanes));
             UNROLL for (int r = 0; r < rows; r++) {
@@ -134,31 +117,31 @@ MHA_INLINE void FN(output_tile)(const int rows, const int vecs, const REAL *REST
 }
 
 MHA_INLINE void FN(output_vecs)(const int rows, int vecs, const REAL *weights, const REAL *value, int64_t value_row,
-                                const FN(run) *runs, int num_runs, int64_t visible, const REAL *alpha, int first,
+                                const FN(run) *runs, int num_runs, int64_t seen, int64_t visible, const REAL *alpha, int first,
                                 REAL *out, int64_t out_row)
 {
     if (V(col_vecs) >= 4 && vecs == 4)
-        FN(output_tile)(rows, 4, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
+        FN(output_tile)(rows, 4, weights, value, value_row, runs, num_runs, seen, visible, alpha, first, out, out_row);
     else if (V(col_vecs) >= 3 && vecs == 3)
-        FN(output_tile)(rows, 3, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
+        FN(output_tile)(rows, 3, weights, value, value_row, runs, num_runs, seen, visible, alpha, first, out, out_row);
     else if (vecs == 2)
-        FN(output_tile)(rows, 2, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
+        FN(output_tile)(rows, 2, weights, value, value_row, runs, num_runs, seen, visible, alpha, first, out, out_row);
     else
-        FN(output_tile)(rows, 1, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
+        FN(output_tile)(rows, 1, weights, value, value_row, runs, num_runs, seen, visible, alpha, first, out, out_row);
 }
 
 MHA_NOINLINE void FN(output_rows)(int64_t rows, int vecs, const REAL *weights, const REAL *value, int64_t value_row,
-                                  const FN(run) *runs, int num_runs, int64_t visible, const REAL *alpha, int first,
+                                  const FN(run) *runs, int num_runs, int64_t seen, int64_t visible, const REAL *alpha, int first,
                                   REAL *out, int64_t out_row)
 {
     if (rows == V(row_tile))
-        FN(output_vecs)(V(row_tile), vecs, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
+        FN(output_vecs)(V(row_tile), vecs, weights, value, value_row, runs, num_runs, seen, visible, alpha, first, out, out_row);
     else if (V(row_tile) > 4 && rows == 4)
-        FN(output_vecs)(4, vecs, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
+        FN(output_vecs)(4, vecs, weights, value, value_row, runs, num_runs, seen, visible, alpha, first, out, out_row);
     else if (rows == 2)
-        FN(output_vecs)(2, vecs, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
+        FN(output_vecs)(2, vecs, weights, value, value_row, runs, num_runs, seen, visible, alpha, first, out, out_row);
     else
-        FN(output_vecs)(1, vecs, weights, value, value_row, runs, num_runs, visible, alpha, first, out, out_row);
+        FN(output_vecs)(1, vecs, weights, value, value_row, runs, num_runs, seen, visible, alpha, first, out, out_row);
 }
 
 MHA_INLINE void FN(ask)(const REAL *row, int64_t cols)

@@ -13,6 +13,8 @@
 #define MHA_KEY_BLOCK 256
 #define MHA_KEY_SPLIT 1024
 #define MHA_FEW_ROWS 8
+/* Keys are left out from the front of a block in steps of this: no sum over keys that is made of parts then changes. */
+#define MHA_KEY_STEP 16
 /* Panels of a task that go through the key blocks together: they share a block's packed copy, or read it again from the
  * nearer cache where a head's keys and values are more than that holds. */
 #define MHA_PANELS_TOGETHER 4
@@ -36,11 +38,13 @@ typedef struct mha_matrix {
     int64_t row, col, page;
 } mha_matrix;
 
-/* One query of a task. mask points at key 0 of the query's mask row, weights at its weights row. */
+/* One query of a task. mask points at key 0 of the query's mask row, weights at its weights row, slope and sink at a
+ * number; NULL where there is none. */
 typedef struct mha_row {
-    const char *query, *mask;
+    const char *query, *mask, *slope, *sink;
     char *out, *lse, *weights;
-    int64_t visible; /* keys at or beyond this one are hidden */
+    int64_t first, visible; /* keys below the one and keys at or beyond the other are hidden */
+    int64_t position;       /* among the keys; where there are slopes */
 } mha_row;
 
 /* Rows that a later task will touch, asked for while this one computes: what a head reads for the first time comes from
@@ -53,18 +57,18 @@ enum { MHA_AHEAD = 5 };
 
 typedef struct mha_task {
     /* what all tasks of a call share */
-    double scale;
+    double scale, softcap;
     int64_t kv_len, head_dim, value_dim, max_rows;
     mha_dtype query_dtype, mask_dtype;
-    int has_mask;
-    int pack_keys; /* copy key and value blocks even where they could be read in place */
+    int has_mask, has_window, has_slopes; /* has_window: rows may have a first key */
+    int pack_keys;                        /* copy key and value blocks even where they could be read in place */
     int64_t query_col, mask_col, out_col;
     /* what differs */
     mha_matrix key, value;
     const int64_t *pages; /* of the task's batch entry, NULL where the rows of key and value are evenly spaced */
     int64_t page_len;
     mha_row *rows;
-    int64_t num_rows, visible; /* visible: the largest of the rows' */
+    int64_t num_rows, first, visible; /* the smallest and the largest of the rows' */
     mha_ahead ahead[MHA_AHEAD];
     int64_t split_begin, split_end;
     void *state; /* NULL: normalise and write the rows; else leave the state of the one split here */
@@ -113,6 +117,7 @@ typedef struct mha_kernels {
                    void *scratch); /* scratch: rows * depth numbers where x is not read in place */
     void (*pack_weight)(void *packed, const mha_matrix *weight, int64_t depth, int64_t cols, int64_t tile);
     void (*exp2)(const void *src, void *dst, int64_t count);
+    void (*tanh)(const void *src, void *dst, int64_t count);
 } mha_kernels;
 
 /* One table for float32 and one for float64, indexed by mha_dtype. */

@@ -1,6 +1,8 @@
 /* All kernels of one level for one compute dtype, and the entry of the level's table. */
 #include "exp_tmpl.h"
+#include "tanh_tmpl.h"
 #include "scratch_tmpl.h"
+#include "rules_tmpl.h"
 #include "gemm_tmpl.h"
 #include "pack_tmpl.h"
 #include "state_tmpl.h"
@@ -21,4 +23,5 @@ static const mha_kernels FN(kernels) = {
     FN(affine),
     FN(pack_weight),
     FN(exp2),
+    FN(tanh),
 };

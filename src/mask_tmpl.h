@@ -12,6 +12,8 @@ typedef struct FN(panel) {
     int shared_mask;                          /* all rows read one mask row */
     int64_t visible, all_visible;             /* some row, or every row, sees keys below this one (masks aside) */
     int64_t vec_visible[V(panel) / V(lanes)]; /* some row of a vector does */
+    int64_t first, all_first;                 /* some row, or every row, sees keys from this one on */
+    int64_t vec_first[V(panel) / V(lanes)];   /* some row of a vector does; a multiple of 4, see exponentials */
     const REAL *query;
     const mha_ahead *ahead; /* NULL: another panel of the task asks */
     int64_t ahead_rows;     /* per tile of keys */

@@ -53,17 +53,34 @@ void mha_exp2(mha_isa isa, mha_dtype dtype, const void *src, void *dst, int64_t 
 {
     levels[isa].kernels[dtype]->exp2(src, dst, count);
 }
+void mha_tanh(mha_isa isa, mha_dtype dtype, const void *src, void *dst, int64_t count)
+{
+    levels[isa].kernels[dtype]->tanh(src, dst, count);
+}
 
 /* ---- the plan of a call */
 
+/* How far ahead of its position a query sees; below 0: no limit. */
+static int64_t right_side(const mha_params *p) { return p->causal ? 0 : p->window_right; }
+
+/* The most keys that a window lets a query see. */
+static int64_t window_keys(const mha_params *p)
+{
+    int64_t left = p->window_left, right = right_side(p);
+    if (left < 0 || right < 0 || left >= p->kv_len || right >= p->kv_len) return p->kv_len;
+    return mha_min(left + right + 1, p->kv_len);
+}
+
 double mha_estimated_ns(const mha_params *p)
 {
-    double pairs = (double)p->q_len * (double)p->kv_len, keys = (double)p->kv_len;
+    int64_t most = window_keys(p), read = most < p->kv_len - p->q_len ? most + p->q_len : p->kv_len;
+    double pairs = (double)p->q_len * (double)most, keys = (double)read;
     if (p->q_starts) {
         pairs = 0;
         keys = (double)p->k_starts[p->lead_shape[0]];
         for (int64_t b = 0; b < p->lead_shape[0]; b++)
-            pairs += (double)(p->q_starts[b + 1] - p->q_starts[b]) * (double)(p->k_starts[b + 1] - p->k_starts[b]);
+            pairs += (double)(p->q_starts[b + 1] - p->q_starts[b]) *
+                     (double)mha_min(p->k_starts[b + 1] - p->k_starts[b], most);
     } else {
         for (int64_t d = 0; d < p->lead_ndim; d++) {
             pairs *= (double)p->lead_shape[d];
@@ -92,6 +109,12 @@ static int64_t layout(mha_plan *plan)
 
 static int is_real(mha_dtype dtype) { return dtype == MHA_F32 || dtype == MHA_F64; }
 
+/* Whether it matters where among the keys a query stands. */
+static int has_positions(const mha_params *p)
+{
+    return p->causal || p->window_left >= 0 || p->window_right >= 0 || p->slopes.data != NULL;
+}
+
 mha_status mha_check(const mha_params *p)
 {
     if (!mha_isa_built(p->isa)) return MHA_ERR_ISA;
@@ -100,7 +123,8 @@ mha_status mha_check(const mha_params *p)
     if (p->q_len < 0 || p->kv_len < 0 || p->head_dim < 0 || p->value_dim < 0) return MHA_ERR_SHAPE;
     if (p->num_threads < 1 || p->lead_ndim < 0 || p->lead_ndim > MHA_MAX_LEAD) return MHA_ERR_SHAPE;
     if (p->num_kv_heads && p->num_heads % p->num_kv_heads) return MHA_ERR_SHAPE;
-    if (p->causal && !p->offset.data) return MHA_ERR_SHAPE;
+    if (has_positions(p) && !p->offset.data) return MHA_ERR_SHAPE;
+    if (p->num_weight_rows < 0) return MHA_ERR_SHAPE;
     for (int64_t d = 0; d < p->lead_ndim; d++)
         if (p->lead_shape[d] < 0) return MHA_ERR_SHAPE;
     if (!is_real(p->query.dtype) || !is_real(p->key.dtype) || !is_real(p->value.dtype)) return MHA_ERR_DTYPE;
@@ -118,6 +142,20 @@ static int64_t entry_rows(const mha_plan *plan, int64_t batch)
 static int64_t entry_tasks(const mha_plan *plan, int64_t batch)
 {
     return plan->p->num_kv_heads * mha_divide_up(entry_rows(plan, batch), plan->rows_per_task);
+}
+
+/* Rows of a key/value head whose weights are wanted. */
+static int64_t weight_rows(const mha_plan *plan)
+{
+    return plan->p->weight_rows ? mha_saturating(plan->p->num_weight_rows, plan->group) : plan->rows;
+}
+
+/* The most splits that a task's rows see. */
+static int64_t task_splits(const mha_plan *plan)
+{
+    int64_t all = mha_divide_up(plan->p->kv_len, MHA_KEY_SPLIT), keys = window_keys(plan->p);
+    if (keys < plan->p->kv_len) all = mha_min(all, (keys + plan->rows_per_task) / MHA_KEY_SPLIT + 2);
+    return mha_max(all, 1);
 }
 
 void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
@@ -144,15 +182,17 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
     int64_t together = shares && !plan->few ? mha_min(panels, MHA_PANELS_TOGETHER) : 1;
     plan->rows_per_task = plan->few ? mha_max(plan->rows, 1) : mha_min(mha_max(plan->rows, 1), together * tiles.panel);
     plan->row_tasks = mha_divide_up(plan->rows, plan->rows_per_task);
-    plan->tail_heads =
-        p->causal && !p->q_starts ? mha_min(plan->heads, 4 * (int64_t)threads / mha_max(plan->row_tasks, 1)) : 0;
-    plan->splits = mha_max(mha_divide_up(p->kv_len, MHA_KEY_SPLIT), 1);
+    plan->weight_row_tasks = p->weights.data ? mha_divide_up(weight_rows(plan), plan->rows_per_task) : 0;
+    int unequal = right_side(p) >= 0 && p->window_left < 0 && !p->q_starts; /* later rows see more keys */
+    plan->tail_heads = unequal ? mha_min(plan->heads, 4 * (int64_t)threads / mha_max(plan->row_tasks, 1)) : 0;
+    plan->splits = task_splits(plan);
     plan->threads = threads;
     plan->tasks = p->q_starts ? 0 : mha_saturating(plan->heads, plan->row_tasks);
     for (int64_t b = 0; p->q_starts && b < plan->batches; b++) plan->tasks += entry_tasks(plan, b);
     plan->split_tasks = plan->threads > 1 && plan->splits > 1 && plan->tasks < 4 * (int64_t)plan->threads;
     if (plan->split_tasks) plan->tasks = mha_saturating(plan->tasks, plan->splits);
     plan->shared = (mha_task){.scale = p->scale,
+                              .softcap = p->softcap,
                               .kv_len = p->kv_len,
                               .head_dim = p->head_dim,
                               .value_dim = p->value_dim,
@@ -160,6 +200,8 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
                               .query_dtype = p->query.dtype,
                               .mask_dtype = p->mask.dtype,
                               .has_mask = p->mask.data != NULL,
+                              .has_window = p->window_left >= 0,
+                              .has_slopes = p->slopes.data != NULL,
                               .pack_keys = far,
                               .query_col = p->query.col,
                               .mask_col = p->mask.col,
@@ -190,61 +232,96 @@ static int64_t lead_offset(const mha_params *p, const mha_array *a, int64_t b)
 
 static char *at(const mha_array *a, int64_t offset) { return a->data + offset * mha_item_bytes(a->dtype); }
 
-/* The number of keys that query i may see, masks aside. keys, length, offset: of the batch entry. */
-static int64_t visible_keys(const mha_params *p, int64_t keys, const int64_t *length, const int64_t *offset, int64_t i)
+/* Where a task lies; first_row counts the rows of the phase. */
+typedef struct place {
+    int64_t batch, head, first_row;
+} place;
+
+/* A batch entry's keys, and its lengths and offset, NULL where there is none. */
+typedef struct ranges {
+    int64_t keys;
+    const int64_t *length, *offset;
+} ranges;
+
+static ranges open_ranges(const mha_params *p, int64_t batch)
 {
-    int64_t visible = length ? mha_min(mha_max(length[i * p->lengths.row], 0), keys) : keys;
-    return p->causal ? mha_max(mha_min(visible, i + *offset + 1), 0) : visible;
+    ranges ranges = {p->q_starts ? p->k_starts[batch + 1] - p->k_starts[batch] : p->kv_len, NULL, NULL};
+    if (p->lengths.data) ranges.length = (const int64_t *)at(&p->lengths, lead_offset(p, &p->lengths, batch));
+    if (has_positions(p)) ranges.offset = (const int64_t *)at(&p->offset, lead_offset(p, &p->offset, batch));
+    return ranges;
 }
 
-/* One pointer of each row; an absent array has left it NULL for all tasks. */
-static void fill_pointers(const mha_plan *plan, mha_task *task, size_t field, const mha_array *a, int64_t batch,
-                          int64_t kv_head, int64_t i, int64_t member)
+/* The keys that query i may see, masks aside. In a window a row that sees none begins behind all keys: it widens no range. */
+static void set_range(const mha_params *p, mha_row *row, const ranges *ranges, int64_t i)
+{
+    int64_t visible = ranges->keys;
+    if (ranges->length) visible = mha_min(mha_max(ranges->length[i * p->lengths.row], 0), visible);
+    row->visible = visible;
+    if (!ranges->offset) return;
+    int64_t position = i + *ranges->offset, left = p->window_left, right = right_side(p);
+    /* distances, for a position plus a window may leave int64 */
+    if (right >= 0 && visible - 1 - position > right) row->visible = mha_max(position + right + 1, 0);
+    row->position = position;
+    if (left < 0) return;
+    row->first = mha_max(position - left, 0);
+    if (row->first < row->visible) return;
+    row->first = p->kv_len;
+    row->visible = 0;
+}
+
+/* One pointer of each row; an absent array has left it NULL for all tasks. chosen: the queries of the rows, NULL where row n
+ * of the array belongs to the n-th. */
+static void fill_pointers(const mha_plan *plan, mha_task *task, size_t field, const mha_array *a, place place,
+                          const int64_t *chosen)
 {
     if (!a->data) return;
-    int64_t item = mha_item_bytes(a->dtype);
-    int64_t head_step = a->head * item, row_step = a->row * item - (plan->group - 1) * head_step;
-    char *row = at(a, lead_offset(plan->p, a, batch) + (kv_head * plan->group + member) * a->head + i * a->row);
+    int64_t item = mha_item_bytes(a->dtype), head_step = a->head * item, row_step = a->row * item;
+    int64_t n = place.first_row / plan->group, member = place.first_row % plan->group;
+    int64_t begin = plan->p->q_starts ? plan->p->q_starts[place.batch] : 0;
+    char *head = at(a, lead_offset(plan->p, a, place.batch) + place.head * plan->group * a->head);
     for (int64_t r = 0; r < task->num_rows; r++) {
-        *(char **)((char *)(task->rows + r) + field) = row;
-        int last = ++member == plan->group;
-        row += last ? row_step : head_step;
-        if (last) member = 0;
-    }
-}
-
-/* Rows first.. of key/value head kv_head: the queries of its group next to each other, so that a panel's positions, and with
- * them the keys that it sees, are close together. */
-static void fill_rows(const mha_plan *plan, mha_task *task, int64_t batch, int64_t kv_head, int64_t first)
-{
-    const mha_params *p = plan->p;
-    const int64_t *length =
-        p->lengths.data ? (const int64_t *)at(&p->lengths, lead_offset(p, &p->lengths, batch)) : NULL;
-    const int64_t *offset = p->causal ? (const int64_t *)at(&p->offset, lead_offset(p, &p->offset, batch)) : NULL;
-    int64_t i = first / plan->group, member = first % plan->group;
-    int64_t keys = p->q_starts ? p->k_starts[batch + 1] - p->k_starts[batch] : p->kv_len;
-    int64_t place = p->q_starts ? p->q_starts[batch] + i : i; /* in the arrays */
-    task->num_rows = mha_min(entry_rows(plan, batch) - first, plan->rows_per_task);
-    task->visible = 0;
-    fill_pointers(plan, task, offsetof(mha_row, query), &p->query, batch, kv_head, place, member);
-    fill_pointers(plan, task, offsetof(mha_row, mask), &p->mask, batch, kv_head, place, member);
-    fill_pointers(plan, task, offsetof(mha_row, out), &p->out, batch, kv_head, place, member);
-    fill_pointers(plan, task, offsetof(mha_row, lse), &p->lse, batch, kv_head, place, member);
-    fill_pointers(plan, task, offsetof(mha_row, weights), &p->weights, batch, kv_head, place, member);
-    for (int64_t r = 0; r < task->num_rows; r++) {
-        task->rows[r].visible = visible_keys(p, keys, length, offset, i);
-        task->visible = mha_max(task->visible, task->rows[r].visible);
+        *(char **)((char *)(task->rows + r) + field) =
+            head + (chosen ? chosen[n] : begin + n) * row_step + member * head_step;
         if (++member == plan->group) {
             member = 0;
-            i++;
+            n++;
         }
     }
 }
 
-/* Where a task lies. */
-typedef struct place {
-    int64_t batch, head, first_row;
-} place;
+/* rows: of the key/value head in this phase. The queries of a group lie next to each other, so that a panel's positions, and
+ * with them the keys that it sees, are close together. */
+static void fill_rows(const mha_plan *plan, mha_task *task, place place, int64_t rows, const int64_t *chosen)
+{
+    const mha_params *p = plan->p;
+    ranges ranges = open_ranges(p, place.batch);
+    int64_t n = place.first_row / plan->group, member = place.first_row % plan->group;
+    task->num_rows = mha_min(rows - place.first_row, plan->rows_per_task);
+    task->first = p->kv_len;
+    task->visible = 0;
+    fill_pointers(plan, task, offsetof(mha_row, query), &p->query, place, chosen);
+    fill_pointers(plan, task, offsetof(mha_row, mask), &p->mask, place, chosen);
+    fill_pointers(plan, task, offsetof(mha_row, slope), &p->slopes, place, NULL);
+    fill_pointers(plan, task, offsetof(mha_row, sink), &p->sinks, place, NULL);
+    fill_pointers(plan, task, offsetof(mha_row, out), &p->out, place, chosen);
+    fill_pointers(plan, task, offsetof(mha_row, lse), &p->lse, place, chosen);
+    fill_pointers(plan, task, offsetof(mha_row, weights), &p->weights, place, NULL);
+    for (int64_t r = 0; r < task->num_rows; r++) {
+        set_range(p, task->rows + r, &ranges, chosen ? chosen[n] : n);
+        task->first = mha_min(task->first, task->rows[r].first);
+        task->visible = mha_max(task->visible, task->rows[r].visible);
+        if (++member == plan->group) {
+            member = 0;
+            n++;
+        }
+    }
+}
+
+static place place_of(const mha_plan *plan, int64_t head, int64_t first_row)
+{
+    int64_t batch = head / plan->p->num_kv_heads;
+    return (place){plan->order ? plan->order[batch] : batch, head % plan->p->num_kv_heads, first_row};
+}
 
 /* The same order over sequences of their own lengths: the entry is searched for by its first task. */
 static place locate_packed(const mha_plan *plan, int64_t t)
@@ -274,9 +351,7 @@ static place locate(const mha_plan *plan, int64_t t)
         head = first_tail + t % plan->tail_heads;
         group = t / plan->tail_heads;
     }
-    int64_t batch = head / plan->p->num_kv_heads;
-    return (place){plan->order ? plan->order[batch] : batch, head % plan->p->num_kv_heads,
-                   (plan->row_tasks - 1 - group) * plan->rows_per_task};
+    return place_of(plan, head, (plan->row_tasks - 1 - group) * plan->rows_per_task);
 }
 
 /* Where the head of key or value begins: for rows in pages that of the first page. */
@@ -291,19 +366,16 @@ static char *head_rows(const mha_params *p, const mha_array *a, place place)
     return at(a, lead_offset(p, a, place.batch) + place.head * a->head);
 }
 
-/* Gives the batch entry. */
-static int64_t open_task(const mha_plan *plan, mha_task *task, int64_t t)
+static void open_task(const mha_plan *plan, mha_task *task, place place, int64_t rows, const int64_t *chosen)
 {
     const mha_params *p = plan->p;
-    place place = locate(plan, t);
     task->key.data = kv_rows(p, &p->key, place);
     task->value.data = kv_rows(p, &p->value, place);
     task->pages = p->pages ? p->pages + place.batch * p->pages_row : NULL;
-    fill_rows(plan, task, place.batch, place.head, place.first_row);
-    task->split_begin = 0;
+    fill_rows(plan, task, place, rows, chosen);
+    task->split_begin = task->first / MHA_KEY_SPLIT;
     task->split_end = mha_divide_up(task->visible, MHA_KEY_SPLIT);
     task->state = NULL;
-    return place.batch;
 }
 
 static mha_ahead ahead_rows(const mha_array *a, const char *head, int64_t first, int64_t last, int64_t cols)
@@ -312,18 +384,31 @@ static mha_ahead ahead_rows(const mha_array *a, const char *head, int64_t first,
     return (mha_ahead){head + first * a->row * bytes, a->row * bytes, last - first, cols * bytes};
 }
 
-/* What task t asks for beside its own work: its share of the next head's keys and values, and the rows of the task that this
- * thread probably takes next. */
+/* Rows of the keys and values of a head. */
+static void ask_for_keys(const mha_params *p, mha_task *task, place place, int64_t first, int64_t last)
+{
+    task->ahead[0] = ahead_rows(&p->key, kv_rows(p, &p->key, place), first, last, p->head_dim);
+    task->ahead[1] = ahead_rows(&p->value, kv_rows(p, &p->value, place), first, last, p->value_dim);
+}
+
+/* What task t asks for beside its own work: its share of the next head's keys and values, or in a window those of the task
+ * that this thread probably takes next; and the rows of that task. */
 static void look_ahead(const mha_plan *plan, mha_task *task, int64_t t)
 {
     const mha_params *p = plan->p;
     int64_t share = t % plan->row_tasks, next_head = t + plan->row_tasks, next = t + plan->threads;
     for (int n = 0; n < MHA_AHEAD; n++) task->ahead[n].rows = 0;
-    if (next_head < plan->tasks) {
-        place place = locate(plan, next_head);
-        int64_t first = p->kv_len * share / plan->row_tasks, last = p->kv_len * (share + 1) / plan->row_tasks;
-        task->ahead[0] = ahead_rows(&p->key, kv_rows(p, &p->key, place), first, last, p->head_dim);
-        task->ahead[1] = ahead_rows(&p->value, kv_rows(p, &p->value, place), first, last, p->value_dim);
+    if (p->window_left >= 0 && next < plan->tasks) {
+        place place = locate(plan, next);
+        int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows) - 1;
+        ranges ranges = open_ranges(p, place.batch);
+        mha_row lowest, highest;
+        set_range(p, &lowest, &ranges, place.first_row / plan->group);
+        set_range(p, &highest, &ranges, last / plan->group);
+        ask_for_keys(p, task, place, lowest.first, highest.visible);
+    } else if (p->window_left < 0 && next_head < plan->tasks) {
+        ask_for_keys(p, task, locate(plan, next_head), p->kv_len * share / plan->row_tasks,
+                     p->kv_len * (share + 1) / plan->row_tasks);
     }
     if (next < plan->tasks && plan->group == 1) {
         place place = locate(plan, next);
@@ -345,7 +430,7 @@ int64_t mha_attention_tasks(const void *of, int phase)
     const mha_plan *plan = of;
     int64_t row_tasks = plan->split_tasks ? plan->tasks / plan->splits : plan->tasks;
     if (phase == ATTEND) return plan->tasks;
-    return (phase == MERGE ? plan->split_tasks : plan->p->weights.data != NULL) ? row_tasks : 0;
+    return phase == WEIGHTS ? plan->heads * plan->weight_row_tasks : plan->split_tasks ? row_tasks : 0;
 }
 
 /* A thread's task, its rows, and the kernels' scratch lie one after the other. */
@@ -375,21 +460,28 @@ void mha_attention_task(const void *of, int phase, int64_t t, int thread)
     mha_task *task = thread_task(plan, thread);
     char *scratch = thread_scratch(plan, thread);
     int splitting = phase == ATTEND && plan->split_tasks;
-    int64_t batch = open_task(plan, task, splitting ? t / plan->splits : t);
     if (phase == WEIGHTS) {
+        int64_t first_row = t % plan->weight_row_tasks * plan->rows_per_task;
+        open_task(plan, task, place_of(plan, t / plan->weight_row_tasks, first_row), weight_rows(plan),
+                  plan->p->weight_rows);
         plan->kernels->panel_weights(task, scratch);
-    } else if (phase == MERGE) {
+        return;
+    }
+    place place = locate(plan, splitting ? t / plan->splits : t);
+    int64_t rows = entry_rows(plan, place.batch);
+    open_task(plan, task, place, rows, NULL);
+    if (phase == MERGE) {
         plan->kernels->merge(task, plan->states + t * plan->splits * plan->state_bytes, scratch);
     } else {
         if (!plan->split_tasks && !plan->few && !plan->p->pages && !plan->p->q_starts) look_ahead(plan, task, t);
         if (splitting) {
-            int64_t split = t % plan->splits;
+            int64_t split = task->split_begin + t % plan->splits;
             if (split >= task->split_end) return;
             task->split_begin = split;
             task->split_end = split + 1;
             task->state = plan->states + t * plan->state_bytes;
         }
-        int few = entry_rows(plan, batch) <= MHA_FEW_ROWS;
+        int few = rows <= MHA_FEW_ROWS;
         (few ? plan->kernels->attend_few : plan->kernels->attend_panels)(task, scratch);
     }
 }

@@ -1,7 +1,7 @@
 /* The whole C interface of mha_fast: a parameter struct and a call for attention, the same for a layer, and what the build
  * and the CPU offer.
  *
- * out[..., h, i, :] = softmax_j(scale * query[..., h, i, :] . key[..., h / group, j, :] + mask) value[..., h / group, j, :]
+ * out[..., h, i, :] = softmax_j(cap(scale * query[..., h, i, :] . key[..., h / group, j, :]) + biases) value[..., h / group, j, :]
  * over the keys j that query i may see; group = num_heads / num_kv_heads. A query that sees no key gets 0.
  *
  * Strides are in elements and may be anything, 0 and negative included. Arrays are read where they lie and may overlap,
@@ -34,13 +34,18 @@ typedef struct mha_params {
     mha_dtype dtype; /* of the computation, of out, lse and weights: MHA_F32 or MHA_F64 */
     int num_threads;
     int causal; /* query i sees key j only if j <= i + offset */
+    /* Query i sees key j only if -right <= i + offset - j <= left; below 0: no limit. */
+    int64_t window_left, window_right; /* at most 2^62 */
     double scale;
+    double softcap; /* a score becomes softcap * tanh(score / softcap); 0: it stays */
     int64_t lead_ndim, lead_shape[MHA_MAX_LEAD];
     int64_t num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim;
     mha_array query, key, value; /* MHA_F32 or MHA_F64; (*lead, heads, len, depth) */
     mha_array mask;    /* MHA_BOOL (nonzero = may attend), MHA_F32 or MHA_F64 (added); (*lead, heads, q_len, kv_len) */
     mha_array lengths; /* MHA_I64 (*lead, q_len): query i sees key j only if j < length */
-    mha_array offset;  /* MHA_I64 (*lead), within +-2^62; needed where causal is set */
+    mha_array offset;  /* MHA_I64 (*lead), within +-2^62; needed where causal, a window or slopes are set */
+    mha_array slopes;  /* (*lead, heads), dtype as above, finite: -slope * |i + offset - j| is added to the scores */
+    mha_array sinks;   /* (*lead, heads), dtype as above, finite or -inf: one more score of each row, without a value */
     /* Packed sequences: entry b of the one leading dimension has queries q_starts[b] to q_starts[b + 1] and keys k_starts[b] to
      * k_starts[b + 1] of arrays without that dimension (its stride is 0); q_len and kv_len are the largest. NULL without. No
      * mask, no lengths, no weights beside it. */
@@ -51,6 +56,8 @@ typedef struct mha_params {
     int64_t page_len, pages_row;
     /* (*lead, heads, q_len, value_dim | none | kv_len), dtype as above. weights: zeros, column stride 1; hidden keys are left. */
     mha_array out, lse, weights;
+    const int64_t *weight_rows; /* the queries whose weights are wanted, in the rows of weights; NULL: all */
+    int64_t num_weight_rows;
 } mha_params;
 
 /* One linear map of a layer: (batch, len, depth) x times (depth, cols) weight plus bias. x, weight: MHA_F32 or MHA_F64, any
@@ -100,7 +107,8 @@ int mha_openmp_max_threads(void);
 /* Ends the OpenMP workers that the calling thread owns, so that it may fork. */
 void mha_pause_threads(void);
 
-/* For tests: dst[i] = 2^src[i], src[i] <= 0, by the vector exponential of a level. */
+/* For tests: dst[i] = 2^src[i], src[i] <= 0, and tanh(src[i]), by the vector functions of a level. */
 void mha_exp2(mha_isa isa, mha_dtype dtype, const void *src, void *dst, int64_t count);
+void mha_tanh(mha_isa isa, mha_dtype dtype, const void *src, void *dst, int64_t count);
 
 #endif

@@ -56,10 +56,31 @@ static FN(block)
     return block;
 }
 
+/* The first key of a split that is visited. */
+static int64_t FN(split_first)(const mha_task *task, int64_t split)
+{
+    return mha_max(split * MHA_KEY_SPLIT, task->first / MHA_KEY_STEP * MHA_KEY_STEP);
+}
+
+/* A block without the keys before the first that a panel sees. */
+static FN(block) FN(seen_block)(const FN(block) *block, int64_t first)
+{
+    FN(block) seen = *block;
+    int64_t left_out = mha_max(first / MHA_KEY_STEP * MHA_KEY_STEP - block->first, 0);
+    seen.first += left_out;
+    seen.count -= left_out;
+    seen.keys += left_out * block->key_row;
+    seen.values += left_out * block->value_row;
+    return seen;
+}
+
+/* The border of the block that a key lies in: from there positions are counted as REAL, whatever is left out in front. */
+MHA_INLINE int64_t FN(panel_base)(const FN(block) *block) { return block->first / MHA_KEY_BLOCK * MHA_KEY_BLOCK; }
+
 /* Rows to ask for per tile of keys, so that a panel asks for all of them. */
 static int64_t FN(ahead_rows)(const mha_task *task)
 {
-    int64_t most = 0, tiles = task->visible / V(key_tile) + 1;
+    int64_t most = 0, tiles = mha_max(task->visible - task->first, 0) / V(key_tile) + 1;
     for (int n = 0; n < MHA_AHEAD; n++) most = mha_max(most, task->ahead[n].rows);
     return (most + tiles - 1) / tiles;
 }
@@ -83,33 +104,37 @@ static void FN(look_ahead_mask)(const mha_task *task, const FN(panel) *panel, in
 }
 
 /* The scores of keys first.. of a block for a panel, whose strips of queries lie one after the other, and their maximum in
- * block_max. Vectors before the first that sees a tile are left out: their scores are not defined. */
+ * block_max. Of a strip the vectors before the first and behind the last that see a tile are left out: their scores are
+ * not defined. */
 static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, const FN(block) *block,
                             int64_t first, int64_t count, int64_t block_keys)
 {
+    int rules = task->softcap != 0 || task->has_slopes;
+    FN(tile_mask) mask = {
+        .bits_row = block_keys, .is_bias = task->has_mask && !s->bits, .softcap = (REAL)task->softcap};
     for (int64_t k = first; k < first + count;) {
-        int64_t left = first + count - k, keys = mha_next_tile(left, V(key_tile));
-        int64_t asked = (block->first + k) / V(key_tile) * panel->ahead_rows;
+        int64_t left = first + count - k, keys = mha_next_tile(left, V(key_tile)), key = block->first + k;
+        int64_t asked = (key - panel->first) / V(key_tile) * panel->ahead_rows;
         if (panel->ahead) FN(look_ahead)(panel->ahead, asked, asked + panel->ahead_rows);
         if (task->has_mask) FN(look_ahead_mask)(task, panel, block->first + MHA_KEY_BLOCK, k / V(key_tile));
-        int border = block->first + k + keys > panel->all_visible, vecs;
-        for (int v = 0; v < panel->vecs; v += vecs) {
-            int strip = v / V(query_vecs) * V(query_vecs), lane = v * V(lanes);
-            vecs = (panel->vecs < strip + V(query_vecs) ? panel->vecs : strip + V(query_vecs)) - v;
-            if (panel->vec_visible[v] <= block->first + k) {
-                vecs = 1;
-                continue;
-            }
-            FN(tile_mask) mask = {.bits = s->bits ? s->bits + k : NULL,
-                                  .bits_row = block_keys,
-                                  .lane = lane,
-                                  .is_bias = task->has_mask && !s->bits,
-                                  .visible = border ? s->visible + lane : NULL,
-                                  .key = k};
-            FN(score_keys)(keys, vecs, panel->query + strip * V(lanes) * task->head_dim + (v - strip) * V(lanes),
+        int upper = key + keys > panel->all_visible, lower = key < panel->all_first;
+        mask.bits = s->bits ? s->bits + k : NULL;
+        mask.key = key - FN(panel_base)(block);
+        mask.raw = rules || (lower && task->has_mask) ? s->raw : NULL;
+        for (int strip = 0; strip < panel->vecs; strip += V(query_vecs)) {
+            int v = strip, end = mha_min(panel->vecs, strip + V(query_vecs));
+            while (v < end && panel->vec_visible[v] <= key) v++;
+            while (v < end && panel->vec_first[end - 1] >= key + keys) end--;
+            if (v == end) continue;
+            mask.lane = v * V(lanes);
+            mask.visible = upper || lower ? s->visible + mask.lane : NULL;
+            mask.before = lower ? s->before + mask.lane : NULL;
+            mask.slope = task->has_slopes ? s->slope + mask.lane : NULL;
+            mask.position = task->has_slopes ? s->position + mask.lane : NULL;
+            FN(score_keys)(keys, end - v, panel->query + strip * V(lanes) * task->head_dim + (v - strip) * V(lanes),
                            block->keys + k * block->key_row, block->key_row, task->head_dim,
-                           border || task->has_mask ? &mask : NULL, s->scores + k * V(panel) + lane,
-                           s->block_max + lane);
+                           upper || lower || task->has_mask || rules ? &mask : NULL,
+                           s->scores + k * V(panel) + mask.lane, s->block_max + mask.lane);
         }
         k += keys;
     }
@@ -125,15 +150,22 @@ static void FN(open_panel)(const mha_task *task, FN(scratch) *s, int p, FN(panel
     panel->ahead_rows = FN(ahead_rows)(task);
     panel->shared_mask = 1;
     panel->visible = panel->all_visible = panel->rows[0].visible;
+    panel->first = panel->all_first = panel->rows[0].first;
     for (int64_t r = 1; r < panel->num_rows; r++) {
         panel->visible = mha_max(panel->visible, panel->rows[r].visible);
         panel->all_visible = mha_min(panel->all_visible, panel->rows[r].visible);
+        panel->first = mha_min(panel->first, panel->rows[r].first);
+        panel->all_first = mha_max(panel->all_first, panel->rows[r].first);
         if (panel->rows[r].mask != panel->rows[0].mask) panel->shared_mask = 0;
     }
     for (int v = 0; v < panel->vecs; v++) {
         panel->vec_visible[v] = 0;
-        for (int64_t r = v * V(lanes); r < mha_min(panel->num_rows, (v + 1) * V(lanes)); r++)
+        panel->vec_first[v] = task->kv_len;
+        for (int64_t r = v * V(lanes); r < mha_min(panel->num_rows, (v + 1) * V(lanes)); r++) {
             panel->vec_visible[v] = mha_max(panel->vec_visible[v], panel->rows[r].visible);
+            panel->vec_first[v] = mha_min(panel->vec_first[v], panel->rows[r].first);
+        }
+        panel->vec_first[v] -= panel->vec_first[v] % 4;
     }
     for (int v = 0; v < panel->vecs; v++) {
         int strip = v / V(query_vecs) * V(query_vecs);
@@ -144,17 +176,31 @@ static void FN(open_panel)(const mha_task *task, FN(scratch) *s, int p, FN(panel
     }
 }
 
+/* The lanes' numbers for a block; lanes without a row repeat the last one. */
+static void FN(open_lanes)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, const FN(block) *block,
+                           int64_t count)
+{
+    int64_t base = FN(panel_base)(block);
+    int border = block->first + count > panel->all_visible || block->first < panel->all_first;
+    for (int i = 0; i < panel->vecs * V(lanes); i++) s->block_max[i] = -INFINITY;
+    for (int i = 0; border && i < panel->vecs * V(lanes); i++) {
+        const mha_row *row = panel->rows + mha_min(i, panel->num_rows - 1);
+        s->visible[i] = (REAL)mha_max(mha_min(row->visible - base, MHA_KEY_BLOCK), 0);
+        if (task->has_window) s->before[i] = (REAL)(mha_max(mha_min(row->first - base, MHA_KEY_BLOCK), 0) - 1);
+    }
+    for (int i = 0; task->has_slopes && i < panel->vecs * V(lanes); i++) {
+        const mha_row *row = panel->rows + mha_min(i, panel->num_rows - 1);
+        s->slope[i] = *(const REAL *)row->slope;
+        s->position[i] = (REAL)(row->position - base);
+    }
+}
+
 /* The scores of a panel against a block, hidden ones -inf or not defined. Gives the number of runs. */
 static int FN(block_scores)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, const FN(block) *block,
                             FN(run) *runs)
 {
     int64_t count = mha_min(block->count, panel->visible - block->first);
-    for (int i = 0; i < panel->vecs * V(lanes); i++) s->block_max[i] = -INFINITY;
-    if (block->first + count > panel->all_visible)
-        for (int i = 0; i < panel->vecs * V(lanes); i++) {
-            int64_t visible = panel->rows[mha_min(i, panel->num_rows - 1)].visible - block->first;
-            s->visible[i] = (REAL)mha_max(mha_min(visible, MHA_KEY_BLOCK), 0);
-        }
+    FN(open_lanes)(task, s, panel, block, count);
     int num_runs = FN(mask_block)(task, s, panel, block->first, count, runs);
     for (int n = 0; n < num_runs; n++) FN(score_panel)(task, s, panel, block, runs[n].first, runs[n].count, count);
     return num_runs;
@@ -167,13 +213,14 @@ MHA_INLINE VEC FN(exponential)(REAL *score, VEC m)
     return weight;
 }
 
-/* Scores of one vector of lanes become weights, those of keys that the vector does not see 0; gives their sum, made of four
- * so that it loses less: key k of the block belongs to the k % 4-th. */
-MHA_INLINE VEC FN(exponentials)(REAL *scores, const FN(run) *runs, int num_runs, int64_t visible, VEC m)
+/* Scores of one vector of lanes become weights, those of keys that the vector does not see, before first or from visible on,
+ * 0; gives their sum, made of four so that it loses less: key k of the block belongs to the k % 4-th. */
+MHA_INLINE VEC FN(exponentials)(REAL *scores, const FN(run) *runs, int num_runs, int64_t first, int64_t visible, VEC m)
 {
     VEC sum[4] = {V(zero)(), V(zero)(), V(zero)(), V(zero)()};
     for (int n = 0; n < num_runs; n++) {
         int64_t k = runs[n].first, end = k + runs[n].count, seen = mha_min(end, visible);
+        for (; k < mha_min(first, end); k++) V(store)(scores + k * V(panel), V(zero)());
         for (; k + 4 <= seen; k += 4) UNROLL for (int i = 0; i < 4; i++)
                 sum[i] = V(add)(sum[i], FN(exponential)(scores + (k + i) * V(panel), m));
         UNROLL for (int i = 0; i < 3; i++)
@@ -192,15 +239,16 @@ static void FN(block_softmax)(FN(scratch) *s, const FN(panel) *panel, int64_t fi
         VEC old = V(load)(state->row_max + lane), now = V(max)(old, V(load)(s->block_max + lane));
         /* -inf - -inf is NaN: while a row has seen nothing, subtract a finite number. */
         VEC m = V(max)(now, V(set1)(-REAL_HIGHEST)), alpha = FN(exp_lanes)(V(sub)(old, m));
-        VEC sum = FN(exponentials)(s->scores + lane, runs, num_runs, panel->vec_visible[v] - first, m);
+        VEC sum = FN(exponentials)(s->scores + lane, runs, num_runs, panel->vec_first[v] - first,
+                                   panel->vec_visible[v] - first, m);
         V(store)(s->alpha + lane, alpha);
         V(store)(state->row_max + lane, now);
         V(store)(state->row_sum + lane, V(fma)(V(load)(state->row_sum + lane), alpha, sum));
     }
 }
 
-/* The output of a panel moves on by one block, in column tiles of even width and tiles of rows that stop at the last key
- * that one of their rows sees. */
+/* The output of a panel moves on by one block, in column tiles of even width and tiles of rows that begin and stop at the
+ * first and the last key that one of their rows sees. */
 static void FN(block_output)(FN(scratch) *s, const FN(panel) *panel, const FN(block) *block, const FN(run) *runs,
                              int num_runs, int first, REAL *out)
 {
@@ -209,10 +257,13 @@ static void FN(block_output)(FN(scratch) *s, const FN(panel) *panel, const FN(bl
         int64_t begin = vecs * t / tiles, width = vecs * (t + 1) / tiles - begin, col = begin * V(lanes);
         for (int64_t r = 0; r < panel->num_rows;) {
             int64_t left = panel->num_rows - r;
-            int64_t rows = mha_next_tile(left, V(row_tile)), visible = 0;
-            for (int64_t i = r; i < r + rows; i++) visible = mha_max(visible, panel->rows[i].visible - block->first);
+            int64_t rows = mha_next_tile(left, V(row_tile)), visible = 0, seen = block->count;
+            for (int64_t i = r; i < r + rows; i++) {
+                visible = mha_max(visible, panel->rows[i].visible - block->first);
+                seen = mha_min(seen, panel->rows[i].first - block->first);
+            }
             FN(output_rows)(rows, (int)width, s->scores + r, block->values + col, block->value_row, runs, num_runs,
-                            visible, s->alpha + r, first, out + r * s->out_row + col, s->out_row);
+                            seen, visible, s->alpha + r, first, out + r * s->out_row + col, s->out_row);
             r += rows;
         }
     }
@@ -238,14 +289,17 @@ static void FN(panel_block)(const mha_task *task, FN(scratch) *s, const FN(panel
 static void FN(panels_split)(const mha_task *task, FN(scratch) *s, const FN(panel) *panels, int num_panels,
                              int64_t split, int with_output, int careful, FN(state) *states)
 {
-    int64_t end = mha_min(task->visible, (split + 1) * MHA_KEY_SPLIT);
+    int64_t end = mha_min(task->visible, (split + 1) * MHA_KEY_SPLIT), next;
     int started[MHA_PANELS_TOGETHER] = {0};
     for (int p = 0; p < num_panels; p++) FN(clear)(&states[p], panels[p].vecs * V(lanes));
-    for (int64_t first = split * MHA_KEY_SPLIT; first < end; first += MHA_KEY_BLOCK) {
-        FN(block) block = FN(open_block)(task, s, first, mha_min(end, first + MHA_KEY_BLOCK), 1, careful);
-        for (int p = 0; p < num_panels; p++)
-            if (panels[p].visible > first)
-                FN(panel_block)(task, s, &panels[p], &block, &states[p], &started[p], with_output, careful);
+    for (int64_t first = FN(split_first)(task, split); first < end; first = next) {
+        next = mha_min(end, (first / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
+        FN(block) block = FN(open_block)(task, s, first, next, 1, careful);
+        for (int p = 0; p < num_panels; p++) {
+            if (panels[p].visible <= first || panels[p].first >= next) continue;
+            FN(block) seen = FN(seen_block)(&block, panels[p].first);
+            FN(panel_block)(task, s, &panels[p], &seen, &states[p], &started[p], with_output, careful);
+        }
     }
 }
 
@@ -307,7 +361,8 @@ static void FN(write_weights)(FN(scratch) *s, const FN(panel) *panel, const FN(b
         VEC m = V(max)(V(load)(state->row_max + lane), V(set1)(-REAL_HIGHEST)), factor = V(load)(inverse);
         for (int n = 0; n < num_runs; n++) {
             int64_t seen = mha_min(runs[n].first + runs[n].count, panel->vec_visible[v] - block->first);
-            for (int64_t k = runs[n].first; k < seen; k += V(lanes)) {
+            int64_t k = mha_max(runs[n].first, panel->vec_first[v] - block->first);
+            for (; k < seen; k += V(lanes)) {
                 int64_t keys = mha_min(seen - k, V(lanes));
                 VEC w[V(lanes)];
                 for (int i = 0; i < V(lanes); i++) {
@@ -330,7 +385,7 @@ static void FN(undefined_weights)(const mha_task *task, const FN(panel) *panel, 
 {
     for (int64_t r = 0; r < panel->num_rows; r++) {
         if (state->row_sum[r] > 0 && state->row_sum[r] < INFINITY) continue;
-        for (int64_t key = 0; key < panel->rows[r].visible; key++)
+        for (int64_t key = panel->rows[r].first; key < panel->rows[r].visible; key++)
             ((REAL *)panel->rows[r].weights)[key] = FN(sees)(task, panel->rows + r, key) ? (REAL)NAN : 0;
     }
 }
@@ -341,18 +396,25 @@ static void FN(panel_weights)(const mha_task *task, void *memory)
     FN(scratch) *s = memory;
     FN(panel) panels[MHA_PANELS_TOGETHER];
     FN(run) runs[MHA_KEY_BLOCK / FN(mask_tile)];
+    if (task->split_begin >= task->split_end) return; /* nobody sees a key */
     int num_panels = FN(open_panels)(task, s, panels);
     for (int64_t split = task->split_begin; split < task->split_end; split++) {
         FN(panels_split)(task, s, panels, num_panels, split, 0, 0, s->split);
         for (int p = 0; p < num_panels; p++)
             FN(advance)(panels[p].num_rows, 0, &s->total[p], &s->split[p], split == task->split_begin);
     }
-    for (int64_t first = 0; first < task->visible; first += MHA_KEY_BLOCK) {
-        FN(block) block = FN(open_block)(task, s, first, mha_min(task->visible, first + MHA_KEY_BLOCK), 1, 0);
+    for (int p = 0; p < num_panels; p++)
+        for (int64_t r = 0; r < panels[p].num_rows; r++)
+            FN(add_sink)(panels[p].rows + r, s->total[p].row_max + r, s->total[p].row_sum + r);
+    int64_t next;
+    for (int64_t first = FN(split_first)(task, task->split_begin); first < task->visible; first = next) {
+        next = mha_min(task->visible, (first / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
+        FN(block) block = FN(open_block)(task, s, first, next, 1, 0);
         for (int p = 0; p < num_panels; p++) {
-            if (panels[p].visible <= first) continue;
-            int num_runs = FN(block_scores)(task, s, &panels[p], &block, runs);
-            FN(write_weights)(s, &panels[p], &block, &s->total[p], runs, num_runs);
+            if (panels[p].visible <= first || panels[p].first >= next) continue;
+            FN(block) seen = FN(seen_block)(&block, panels[p].first);
+            int num_runs = FN(block_scores)(task, s, &panels[p], &seen, runs);
+            FN(write_weights)(s, &panels[p], &seen, &s->total[p], runs, num_runs);
         }
     }
     for (int p = 0; p < num_panels; p++) FN(undefined_weights)(task, &panels[p], &s->total[p]);

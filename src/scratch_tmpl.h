@@ -12,14 +12,17 @@ typedef struct FN(scratch) {
     int64_t few_row; /* head_dim rounded up, for the few-query kernel */
     REAL *query[MHA_PANELS_TOGETHER];
     FN(state) split[MHA_PANELS_TOGETHER], total[MHA_PANELS_TOGETHER];
-    int64_t score_row;     /* keys of a block and 3 more, rounded up, for the few-query kernel */
-    REAL *scores;          /* [keys of a block][panel], or [rows][score_row] */
-    REAL *block_max;       /* [panel] */
-    REAL *alpha, *visible; /* [panel] */
-    REAL *keys, *values;   /* a packed block */
-    REAL *mask_rows;       /* [lanes][keys of a block], converted */
-    REAL *converted;       /* [lanes][head_dim] */
-    uint16_t *bits;        /* [panel / 16][keys of a block]: a bit a query */
+    int64_t score_row;      /* keys of a block and 3 more, rounded up, for the few-query kernel */
+    REAL *scores;           /* [keys of a block][panel], or [rows][score_row] */
+    REAL *block_max;        /* [panel] */
+    REAL *alpha, *visible;  /* [panel] */
+    REAL *keys, *values;    /* a packed block */
+    REAL *mask_rows;        /* [lanes][keys of a block], converted */
+    REAL *converted;        /* [lanes][head_dim] */
+    uint16_t *bits;         /* [panel / 16][keys of a block]: a bit a query */
+    REAL *before;           /* [panel], where there is a window */
+    REAL *slope, *position; /* [panel], where there are slopes */
+    REAL *raw;              /* a tile of scores, see apply_rules */
 } FN(scratch);
 
 /* Takes count elements from the memory, on a cache line of their own. */
@@ -68,6 +71,11 @@ static uintptr_t FN(lay_out)(FN(scratch) *s, const mha_task *task, uintptr_t mem
     } else if (task->has_mask) {
         s->mask_rows = FN(take)(&memory, V(lanes) * s->score_row);
     }
+    s->before = task->has_window ? FN(take)(&memory, V(panel)) : NULL;
+    s->slope = task->has_slopes ? FN(take)(&memory, V(panel)) : NULL;
+    s->position = task->has_slopes ? FN(take)(&memory, V(panel)) : NULL;
+    int rules = task->softcap != 0 || task->has_slopes || (task->has_window && task->has_mask);
+    s->raw = rules ? FN(take)(&memory, V(key_tile) * V(query_vecs) * V(lanes)) : NULL;
     return memory;
 }
 

@@ -40,7 +40,7 @@ static void FN(fold)(int64_t rows, int64_t out_row, FN(state) *total, const FN(s
 /* Whether a query may see a key, from the masks alone. */
 static int FN(sees)(const mha_task *task, const mha_row *row, int64_t key)
 {
-    if (key >= row->visible) return 0;
+    if (key < row->first || key >= row->visible) return 0;
     if (!task->has_mask) return 1;
     const char *mask = row->mask + key * task->mask_col * mha_item_bytes(task->mask_dtype);
     if (task->mask_dtype == MHA_BOOL) return *mask != 0;
@@ -49,7 +49,7 @@ static int FN(sees)(const mha_task *task, const mha_row *row, int64_t key)
 
 static int FN(sees_any)(const mha_task *task, const mha_row *row)
 {
-    for (int64_t key = 0; key < row->visible; key++)
+    for (int64_t key = row->first; key < row->visible; key++)
         if (FN(sees)(task, row, key)) return 1;
     return 0;
 }
@@ -68,21 +68,36 @@ static void FN(write_row)(const mha_task *task, REAL *dst, const REAL *out, REAL
     for (int64_t c = 0; c < cols; c++) dst[c * task->out_col] = out ? out[c] * factor : factor;
 }
 
+/* A row's sum and maximum take in its sink, a score without a value. Gives by how much the output has to shrink. */
+static REAL FN(add_sink)(const mha_row *row, REAL *row_max, REAL *row_sum)
+{
+    REAL sink = row->sink ? *(const REAL *)row->sink : (REAL)-INFINITY, alpha[V(lanes)];
+    if (sink == (REAL)-INFINITY) return 1;
+    VEC old = V(set1)(*row_max), added = V(set1)(sink), m = V(max)(old, added);
+    VEC shrink = FN(exp_lanes)(V(sub)(old, m)), weight = FN(exp_lanes)(V(sub)(added, m));
+    V(store_n)(row_sum, V(fma)(V(set1)(*row_sum), shrink, weight), 1);
+    V(store_n)(row_max, m, 1);
+    V(store)(alpha, shrink);
+    return alpha[0];
+}
+
 /* Normalises and writes the rows of one panel. */
 static void FN(finish)(const mha_task *task, const mha_row *rows, int64_t count, int64_t out_row,
                        const FN(state) *state)
 {
     for (int64_t r = 0; r < count; r++) {
-        REAL sum = state->row_sum[r];
+        REAL sum = state->row_sum[r], highest = state->row_max[r];
         REAL *lse = (REAL *)rows[r].lse;
+        int empty = sum == 0; /* then out is not defined */
+        REAL alpha = FN(add_sink)(rows + r, &highest, &sum);
         if (sum == 0) {
             /* A row whose visible scores are all -inf is 0/0; only a row that sees nothing is 0. */
             int undefined = FN(sees_any)(task, rows + r);
             FN(write_row)(task, (REAL *)rows[r].out, NULL, undefined ? (REAL)NAN : 0);
             if (lse) *lse = undefined ? (REAL)NAN : (REAL)-INFINITY;
         } else {
-            FN(write_row)(task, (REAL *)rows[r].out, state->out + r * out_row, 1 / sum);
-            if (lse) *lse = (REAL)(state->row_max[r] + log((double)sum));
+            FN(write_row)(task, (REAL *)rows[r].out, empty ? NULL : state->out + r * out_row, empty ? 0 : alpha / sum);
+            if (lse) *lse = (REAL)(highest + log((double)sum));
         }
     }
 }

@@ -1,6 +1,6 @@
 /* Vector operations of level avx2 (AVX2, FMA, F16C): 8 float32 or 4 float64 lanes, 16 registers.
  *
- * max(a, b) gives b where either is NaN. below, keep_bits and add_bias put -inf where the key is hidden;
+ * max(a, b) gives b where either is NaN. choose(a, b, x, y) gives x where a < b, else y. below, keep_bits and add_bias put -inf where the key is hidden;
  * zero_hidden and visible_bits (a bit a lane) take a score of -inf for a hidden key.
  * frac(x) = x - floor(x) and scale2(p, x) = p * 2^floor(x), for x in the domain that domain() clamps to: below it
  * 2^x is 0, so results under the smallest normal number are 0.
@@ -44,8 +44,13 @@ MHA_INLINE void vec_f32_store_n(float *p, vec_f32 a, int64_t n) { _mm256_masksto
 MHA_INLINE vec_f32 vec_f32_add(vec_f32 a, vec_f32 b) { return _mm256_add_ps(a, b); }
 MHA_INLINE vec_f32 vec_f32_sub(vec_f32 a, vec_f32 b) { return _mm256_sub_ps(a, b); }
 MHA_INLINE vec_f32 vec_f32_mul(vec_f32 a, vec_f32 b) { return _mm256_mul_ps(a, b); }
+MHA_INLINE vec_f32 vec_f32_div(vec_f32 a, vec_f32 b) { return _mm256_div_ps(a, b); }
 MHA_INLINE vec_f32 vec_f32_fma(vec_f32 a, vec_f32 b, vec_f32 c) { return _mm256_fmadd_ps(a, b, c); }
 MHA_INLINE vec_f32 vec_f32_max(vec_f32 a, vec_f32 b) { return _mm256_max_ps(a, b); }
+MHA_INLINE vec_f32 vec_f32_choose(vec_f32 a, vec_f32 b, vec_f32 x, vec_f32 y)
+{
+    return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
 MHA_INLINE vec_f32 vec_f32_below(vec_f32 score, vec_f32 key, vec_f32 visible)
 {
     __m256 see = _mm256_cmp_ps(key, visible, _CMP_LT_OQ);
@@ -125,8 +130,13 @@ MHA_INLINE void vec_f64_store_n(double *p, vec_f64 a, int64_t n) { _mm256_maskst
 MHA_INLINE vec_f64 vec_f64_add(vec_f64 a, vec_f64 b) { return _mm256_add_pd(a, b); }
 MHA_INLINE vec_f64 vec_f64_sub(vec_f64 a, vec_f64 b) { return _mm256_sub_pd(a, b); }
 MHA_INLINE vec_f64 vec_f64_mul(vec_f64 a, vec_f64 b) { return _mm256_mul_pd(a, b); }
+MHA_INLINE vec_f64 vec_f64_div(vec_f64 a, vec_f64 b) { return _mm256_div_pd(a, b); }
 MHA_INLINE vec_f64 vec_f64_fma(vec_f64 a, vec_f64 b, vec_f64 c) { return _mm256_fmadd_pd(a, b, c); }
 MHA_INLINE vec_f64 vec_f64_max(vec_f64 a, vec_f64 b) { return _mm256_max_pd(a, b); }
+MHA_INLINE vec_f64 vec_f64_choose(vec_f64 a, vec_f64 b, vec_f64 x, vec_f64 y)
+{
+    return _mm256_blendv_pd(y, x, _mm256_cmp_pd(a, b, _CMP_LT_OQ));
+}
 MHA_INLINE vec_f64 vec_f64_below(vec_f64 score, vec_f64 key, vec_f64 visible)
 {
     __m256d see = _mm256_cmp_pd(key, visible, _CMP_LT_OQ);

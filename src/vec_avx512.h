@@ -1,6 +1,6 @@
 /* Vector operations of level avx512 (F, BW, DQ, VL): 16 float32 or 8 float64 lanes, 32 registers.
  *
- * max(a, b) gives b where either is NaN. below, keep_bits and add_bias put -inf where the key is hidden;
+ * max(a, b) gives b where either is NaN. choose(a, b, x, y) gives x where a < b, else y. below, keep_bits and add_bias put -inf where the key is hidden;
  * zero_hidden and visible_bits (a bit a lane) take a score of -inf for a hidden key.
  * frac(x) = x - floor(x) and scale2(p, x) = p * 2^floor(x) make the exponential; x <= 0 or NaN, -inf included.
  */
@@ -40,8 +40,13 @@ MHA_INLINE void vec_f32_store_n(float *p, vec_f32 a, int64_t n) { _mm512_mask_st
 MHA_INLINE vec_f32 vec_f32_add(vec_f32 a, vec_f32 b) { return _mm512_add_ps(a, b); }
 MHA_INLINE vec_f32 vec_f32_sub(vec_f32 a, vec_f32 b) { return _mm512_sub_ps(a, b); }
 MHA_INLINE vec_f32 vec_f32_mul(vec_f32 a, vec_f32 b) { return _mm512_mul_ps(a, b); }
+MHA_INLINE vec_f32 vec_f32_div(vec_f32 a, vec_f32 b) { return _mm512_div_ps(a, b); }
 MHA_INLINE vec_f32 vec_f32_fma(vec_f32 a, vec_f32 b, vec_f32 c) { return _mm512_fmadd_ps(a, b, c); }
 MHA_INLINE vec_f32 vec_f32_max(vec_f32 a, vec_f32 b) { return _mm512_max_ps(a, b); }
+MHA_INLINE vec_f32 vec_f32_choose(vec_f32 a, vec_f32 b, vec_f32 x, vec_f32 y)
+{
+    return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
+}
 MHA_INLINE vec_f32 vec_f32_below(vec_f32 score, vec_f32 key, vec_f32 visible)
 {
     __mmask16 see = _mm512_cmp_ps_mask(key, visible, _CMP_LT_OQ);
@@ -116,8 +121,13 @@ MHA_INLINE void vec_f64_store_n(double *p, vec_f64 a, int64_t n) { _mm512_mask_s
 MHA_INLINE vec_f64 vec_f64_add(vec_f64 a, vec_f64 b) { return _mm512_add_pd(a, b); }
 MHA_INLINE vec_f64 vec_f64_sub(vec_f64 a, vec_f64 b) { return _mm512_sub_pd(a, b); }
 MHA_INLINE vec_f64 vec_f64_mul(vec_f64 a, vec_f64 b) { return _mm512_mul_pd(a, b); }
+MHA_INLINE vec_f64 vec_f64_div(vec_f64 a, vec_f64 b) { return _mm512_div_pd(a, b); }
 MHA_INLINE vec_f64 vec_f64_fma(vec_f64 a, vec_f64 b, vec_f64 c) { return _mm512_fmadd_pd(a, b, c); }
 MHA_INLINE vec_f64 vec_f64_max(vec_f64 a, vec_f64 b) { return _mm512_max_pd(a, b); }
+MHA_INLINE vec_f64 vec_f64_choose(vec_f64 a, vec_f64 b, vec_f64 x, vec_f64 y)
+{
+    return _mm512_mask_mov_pd(y, _mm512_cmp_pd_mask(a, b, _CMP_LT_OQ), x);
+}
 MHA_INLINE vec_f64 vec_f64_below(vec_f64 score, vec_f64 key, vec_f64 visible)
 {
     __mmask8 see = _mm512_cmp_pd_mask(key, visible, _CMP_LT_OQ);

@@ -1,7 +1,7 @@
 /* Vector operations of level scalar: one lane, the architecture's baseline, a multiplication and an addition for fma (without
  * hardware fma is a library call).
  *
- * max(a, b) gives b where either is NaN. below, keep_bits and add_bias put -inf where the key is hidden;
+ * max(a, b) gives b where either is NaN. choose(a, b, x, y) gives x where a < b, else y. below, keep_bits and add_bias put -inf where the key is hidden;
  * zero_hidden and visible_bits (a bit a lane) take a score of -inf for a hidden key.
  * frac(x) = x - floor(x) and scale2(p, x) = p * 2^floor(x), for x in the domain that domain() clamps to: below it
  * 2^x is 0, so results under the smallest normal number are 0.
@@ -43,8 +43,10 @@ MHA_INLINE void vec_f32_store_n(float *p, vec_f32 a, int64_t n)
 MHA_INLINE vec_f32 vec_f32_add(vec_f32 a, vec_f32 b) { return a + b; }
 MHA_INLINE vec_f32 vec_f32_sub(vec_f32 a, vec_f32 b) { return a - b; }
 MHA_INLINE vec_f32 vec_f32_mul(vec_f32 a, vec_f32 b) { return a * b; }
+MHA_INLINE vec_f32 vec_f32_div(vec_f32 a, vec_f32 b) { return a / b; }
 MHA_INLINE vec_f32 vec_f32_fma(vec_f32 a, vec_f32 b, vec_f32 c) { return a * b + c; }
 MHA_INLINE vec_f32 vec_f32_max(vec_f32 a, vec_f32 b) { return a > b ? a : b; }
+MHA_INLINE vec_f32 vec_f32_choose(vec_f32 a, vec_f32 b, vec_f32 x, vec_f32 y) { return a < b ? x : y; }
 MHA_INLINE vec_f32 vec_f32_below(vec_f32 score, vec_f32 key, vec_f32 visible)
 {
     return key < visible ? score : (float)-INFINITY;
@@ -96,8 +98,10 @@ MHA_INLINE void vec_f64_store_n(double *p, vec_f64 a, int64_t n)
 MHA_INLINE vec_f64 vec_f64_add(vec_f64 a, vec_f64 b) { return a + b; }
 MHA_INLINE vec_f64 vec_f64_sub(vec_f64 a, vec_f64 b) { return a - b; }
 MHA_INLINE vec_f64 vec_f64_mul(vec_f64 a, vec_f64 b) { return a * b; }
+MHA_INLINE vec_f64 vec_f64_div(vec_f64 a, vec_f64 b) { return a / b; }
 MHA_INLINE vec_f64 vec_f64_fma(vec_f64 a, vec_f64 b, vec_f64 c) { return a * b + c; }
 MHA_INLINE vec_f64 vec_f64_max(vec_f64 a, vec_f64 b) { return a > b ? a : b; }
+MHA_INLINE vec_f64 vec_f64_choose(vec_f64 a, vec_f64 b, vec_f64 x, vec_f64 y) { return a < b ? x : y; }
 MHA_INLINE vec_f64 vec_f64_below(vec_f64 score, vec_f64 key, vec_f64 visible)
 {
     return key < visible ? score : (double)-INFINITY;
