@@ -21,10 +21,11 @@ typedef struct mha_plan {
     const mha_params *p;
     const mha_kernels *kernels;
     mha_task shared; /* the part of a task that is the same for all */
-    int64_t batches, heads, group, rows, rows_per_task, row_tasks, splits; /* heads: key/value heads of all batch entries */
+    int64_t batches, heads, group, rows, rows_per_task, row_tasks,
+        splits;         /* heads: key/value heads of all batch entries */
     int64_t tail_heads; /* whose tasks are sorted by row group */
-    int few;         /* the few-query kernel */
-    int split_tasks; /* each split of the keys is a task */
+    int few;            /* the few-query kernel */
+    int split_tasks;    /* each split of the keys is a task */
     int threads;
     int64_t tasks; /* of the first phase */
     /* the workspace: */

@@ -21,7 +21,12 @@
 static inline int64_t mha_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t mha_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t mha_divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-static inline int64_t mha_item_bytes(mha_dtype dtype) { return dtype == MHA_BOOL ? 1 : dtype == MHA_F32 ? 4 : 8; }
+static inline int64_t mha_item_bytes(mha_dtype dtype)
+{
+    static const unsigned char bytes[] = {[MHA_F32] = 4, [MHA_F64] = 8,  [MHA_BOOL] = 1, [MHA_I64] = 8,
+                                          [MHA_F16] = 2, [MHA_BF16] = 2, [MHA_I8] = 1};
+    return bytes[dtype];
+}
 static inline int64_t mha_round_up(int64_t n, int64_t unit) { return mha_divide_up(n, unit) * unit; }
 /* Keys or rows of the next tile where so many are left: the whole tile, or what edge tiles there are. */
 static inline int64_t mha_next_tile(int64_t left, int64_t whole)
@@ -34,6 +39,8 @@ typedef struct mha_matrix {
     const char *data;
     mha_dtype dtype;
     int64_t row, col;
+    const float *scale; /* of each row, scale_row elements apart; NULL: none */
+    int64_t scale_row;
 } mha_matrix;
 
 /* One query of a task. mask points at key 0 of the query's mask row, weights at its weights row. */
@@ -55,7 +62,7 @@ typedef struct mha_task {
     /* what all tasks of a call share */
     double scale;
     int64_t kv_len, head_dim, value_dim, max_rows;
-    mha_dtype query_dtype, mask_dtype;
+    mha_dtype query_dtype, mask_dtype, out_dtype;
     int has_mask;
     int pack_keys; /* copy key and value blocks even where they could be read in place */
     int64_t query_col, mask_col, out_col;

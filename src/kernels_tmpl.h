@@ -1,6 +1,7 @@
 /* All kernels of one level for one compute dtype, and the entry of the level's table. */
 #include "exp_tmpl.h"
 #include "scratch_tmpl.h"
+#include "storage_tmpl.h"
 #include "gemm_tmpl.h"
 #include "pack_tmpl.h"
 #include "state_tmpl.h"

@@ -153,7 +153,10 @@ static void pack(const layer_plan *plan, int64_t t)
     int m = 0;
     while (t >= plan->maps[m].column_tiles) t -= plan->maps[m++].column_tiles;
     const mha_linear *linear = &plan->maps[m].linear;
-    mha_matrix weight = {linear->weight.data, linear->weight.dtype, linear->weight.row, linear->weight.col};
+    mha_matrix weight = {.data = linear->weight.data,
+                         .dtype = linear->weight.dtype,
+                         .row = linear->weight.row,
+                         .col = linear->weight.col};
     plan->kernels->pack_weight(plan->maps[m].packed, &weight, linear->depth, linear->cols, t);
 }
 
@@ -194,7 +197,7 @@ static void project(const layer_plan *plan, int m, int64_t t, int thread)
     const map *map = &plan->maps[m];
     const mha_linear *linear = &map->linear;
     int64_t block = t / map->column_blocks, column = t % map->column_blocks * COLUMN_TILES * plan->col_tile;
-    mha_affine a = {.x = {NULL, linear->x.dtype, linear->x.row, linear->x.col},
+    mha_affine a = {.x = {.dtype = linear->x.dtype, .row = linear->x.row, .col = linear->x.col},
                     .bias = linear->bias,
                     .weight = map->packed ? map->packed : linear->weight.data,
                     .packed = map->packed != NULL,

@@ -59,7 +59,9 @@ void mha_exp2(mha_isa isa, mha_dtype dtype, const void *src, void *dst, int64_t 
 double mha_estimated_ns(const mha_params *p)
 {
     double pairs = (double)p->num_heads * (double)p->q_len * (double)p->kv_len;
-    double kv_bytes = (double)p->num_kv_heads * (double)p->kv_len * (double)(p->head_dim + p->value_dim) * 4;
+    double kv_bytes =
+        (double)p->num_kv_heads * (double)p->kv_len *
+        (double)(p->head_dim * mha_item_bytes(p->key.dtype) + p->value_dim * mha_item_bytes(p->value.dtype));
     for (int64_t d = 0; d < p->lead_ndim; d++) {
         pairs *= (double)p->lead_shape[d];
         kv_bytes *= (double)p->lead_shape[d];
@@ -82,11 +84,26 @@ static int64_t layout(mha_plan *plan)
 }
 
 static int is_real(mha_dtype dtype) { return dtype == MHA_F32 || dtype == MHA_F64; }
+static int is_half(mha_dtype dtype) { return dtype == MHA_F16 || dtype == MHA_BF16; }
+/* Integers only with their scales, and scales only with integers. */
+static int is_cached(const mha_array *a, const mha_array *scale)
+{
+    if (scale->data) return a->dtype == MHA_I8 && scale->dtype == MHA_F32;
+    return is_real(a->dtype) || is_half(a->dtype);
+}
+
+static mha_status check_dtypes(const mha_params *p)
+{
+    if (!is_real(p->dtype)) return MHA_ERR_DTYPE;
+    if (!is_real(p->query.dtype) && !is_half(p->query.dtype)) return MHA_ERR_DTYPE;
+    if (!is_cached(&p->key, &p->key_scale) || !is_cached(&p->value, &p->value_scale)) return MHA_ERR_DTYPE;
+    if (p->mask.data && p->mask.dtype != MHA_BOOL && !is_real(p->mask.dtype)) return MHA_ERR_DTYPE;
+    return p->out.dtype == p->dtype || (p->dtype == MHA_F32 && is_half(p->out.dtype)) ? MHA_OK : MHA_ERR_DTYPE;
+}
 
 mha_status mha_check(const mha_params *p)
 {
     if (!mha_isa_built(p->isa)) return MHA_ERR_ISA;
-    if (!is_real(p->dtype)) return MHA_ERR_DTYPE;
     if (p->num_heads < 0 || p->num_kv_heads < 0 || (p->num_kv_heads == 0 && p->num_heads > 0)) return MHA_ERR_SHAPE;
     if (p->q_len < 0 || p->kv_len < 0 || p->head_dim < 0 || p->value_dim < 0) return MHA_ERR_SHAPE;
     if (p->num_threads < 1 || p->lead_ndim < 0 || p->lead_ndim > MHA_MAX_LEAD) return MHA_ERR_SHAPE;
@@ -94,9 +111,12 @@ mha_status mha_check(const mha_params *p)
     if (p->causal && !p->offset.data) return MHA_ERR_SHAPE;
     for (int64_t d = 0; d < p->lead_ndim; d++)
         if (p->lead_shape[d] < 0) return MHA_ERR_SHAPE;
-    if (!is_real(p->query.dtype) || !is_real(p->key.dtype) || !is_real(p->value.dtype)) return MHA_ERR_DTYPE;
-    if (p->mask.data && p->mask.dtype != MHA_BOOL && !is_real(p->mask.dtype)) return MHA_ERR_DTYPE;
-    return MHA_OK;
+    return check_dtypes(p);
+}
+
+static mha_matrix matrix_of(const mha_array *a, const mha_array *scale)
+{
+    return (mha_matrix){.dtype = a->dtype, .row = a->row, .col = a->col, .scale_row = scale->row};
 }
 
 void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
@@ -136,13 +156,14 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
                               .max_rows = plan->rows_per_task,
                               .query_dtype = p->query.dtype,
                               .mask_dtype = p->mask.dtype,
+                              .out_dtype = p->out.dtype,
                               .has_mask = p->mask.data != NULL,
                               .pack_keys = far,
                               .query_col = p->query.col,
                               .mask_col = p->mask.col,
                               .out_col = p->out.col,
-                              .key = {NULL, p->key.dtype, p->key.row, p->key.col},
-                              .value = {NULL, p->value.dtype, p->value.row, p->value.col}};
+                              .key = matrix_of(&p->key, &p->key_scale),
+                              .value = matrix_of(&p->value, &p->value_scale)};
     plan->bytes = -1;
     if (p->head_dim > MHA_MAX_DEPTH || p->value_dim > MHA_MAX_DEPTH || plan->batches > MHA_MAX_DEPTH) return;
     plan->state_bytes = plan->kernels->state_bytes(&plan->shared);
@@ -241,12 +262,18 @@ static char *head_rows(const mha_params *p, const mha_array *a, place place)
     return at(a, lead_offset(p, a, place.batch) + place.head * a->head);
 }
 
+static void open_head(const mha_params *p, mha_matrix *matrix, const mha_array *a, const mha_array *scale, place place)
+{
+    matrix->data = head_rows(p, a, place);
+    if (scale->data) matrix->scale = (const float *)head_rows(p, scale, place);
+}
+
 static void open_task(const mha_plan *plan, mha_task *task, int64_t t)
 {
     const mha_params *p = plan->p;
     place place = locate(plan, t);
-    task->key.data = head_rows(p, &p->key, place);
-    task->value.data = head_rows(p, &p->value, place);
+    open_head(p, &task->key, &p->key, &p->key_scale, place);
+    open_head(p, &task->value, &p->value, &p->value_scale, place);
     fill_rows(plan, task, place.batch, place.head, place.first_row);
     task->split_begin = 0;
     task->split_end = mha_divide_up(task->visible, MHA_KEY_SPLIT);

@@ -6,38 +6,56 @@
  * Milakov & Gimelshein 2018; Rabe & Staats 2021; Dao 2023.
  */
 
-/* A key block: row 0 of keys and values is its first key. */
+/* A key block: row 0 of keys and values is its first key; both have column stride 1. */
 typedef struct FN(block) {
     int64_t first, count;
-    const REAL *keys, *values;
-    int64_t key_row, value_row;
+    mha_matrix keys, values;
 } FN(block);
 
-MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix)
+MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix, int whole_vectors)
 {
-    return matrix->dtype == REAL_DTYPE && matrix->col == 1 && !task->pack_keys;
+    int readable = whole_vectors ? matrix->dtype == REAL_DTYPE : FN(few_reads)(matrix->dtype);
+    return readable && matrix->col == 1 && !task->pack_keys;
 }
 
-/* whole_vectors: the kernel reads whole vectors of values, so rows that are none are packed. careful: non-finite values
- * are replaced by 0, see add_non_finite. */
+/* Rows first.. where they lie, or packed. A panel's copy is made once for many queries and takes the scale in; for few queries it
+ * is left to the scores and weights, so that rows in any memory have one arithmetic. */
+static mha_matrix FN(open_rows)(const mha_matrix *src, int64_t first, int64_t count, int64_t cols, int in_place,
+                                int takes_scale, REAL *packed, int64_t packed_row)
+{
+    mha_matrix rows = *src;
+    if (rows.scale) rows.scale += first * rows.scale_row;
+    if (takes_scale) rows.scale = NULL;
+    if (in_place) {
+        rows.data += first * rows.row * mha_item_bytes(rows.dtype);
+        return rows;
+    }
+    mha_matrix from = *src;
+    if (!takes_scale) from.scale = NULL;
+    FN(pack_rows)(packed, packed_row, &from, first, count, cols);
+    rows.data = (const char *)packed;
+    rows.dtype = REAL_DTYPE;
+    rows.row = packed_row;
+    rows.col = 1;
+    return rows;
+}
+
+/* whole_vectors: the kernel of panels, which reads whole vectors of values in the compute dtype, so rows that are none are
+ * packed. careful: non-finite values are replaced by 0, see add_non_finite. */
 static FN(block)
     FN(open_block)(const mha_task *task, FN(scratch) *s, int64_t first, int64_t end, int whole_vectors, int careful)
 {
-    FN(block) block = {first, end - first, s->keys, s->values, s->few_row, s->out_row};
-    if (FN(in_place)(task, &task->key)) {
-        block.keys = (const REAL *)task->key.data + first * task->key.row;
-        block.key_row = task->key.row;
-    } else {
-        FN(pack_rows)(s->keys, s->few_row, &task->key, first, block.count, task->head_dim);
-    }
-    if (FN(in_place)(task, &task->value) && !careful && !(whole_vectors && task->value_dim % V(lanes))) {
-        block.values = (const REAL *)task->value.data + first * task->value.row;
-        block.value_row = task->value.row;
-    } else {
-        FN(pack_rows)(s->values, s->out_row, &task->value, first, block.count, task->value_dim);
-    }
+    int64_t count = end - first;
+    int keys_in_place = FN(in_place)(task, &task->key, whole_vectors);
+    int values_in_place =
+        FN(in_place)(task, &task->value, whole_vectors) && !careful && !(whole_vectors && task->value_dim % V(lanes));
+    FN(block) block = {
+        first, count,
+        FN(open_rows)(&task->key, first, count, task->head_dim, keys_in_place, whole_vectors, s->keys, s->few_row),
+        FN(open_rows)(&task->value, first, count, task->value_dim, values_in_place, whole_vectors, s->values,
+                      s->out_row)};
     if (careful)
-        for (int64_t i = 0; i < block.count * s->out_row; i++)
+        for (int64_t i = 0; i < count * s->out_row; i++)
             if (s->values[i] - s->values[i] != 0) s->values[i] = 0;
     return block;
 }
@@ -93,7 +111,7 @@ static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel
                                   .visible = border ? s->visible + lane : NULL,
                                   .key = k};
             FN(score_keys)(keys, vecs, panel->query + strip * V(lanes) * task->head_dim + (v - strip) * V(lanes),
-                           block->keys + k * block->key_row, block->key_row, task->head_dim,
+                           (const REAL *)block->keys.data + k * block->keys.row, block->keys.row, task->head_dim,
                            border || task->has_mask ? &mask : NULL, s->scores + k * V(panel) + lane,
                            s->block_max + lane);
         }
@@ -197,8 +215,8 @@ static void FN(block_output)(FN(scratch) *s, const FN(panel) *panel, const FN(bl
             int64_t left = panel->num_rows - r;
             int64_t rows = mha_next_tile(left, V(row_tile)), visible = 0;
             for (int64_t i = r; i < r + rows; i++) visible = mha_max(visible, panel->rows[i].visible - block->first);
-            FN(output_rows)(rows, (int)width, s->scores + r, block->values + col, block->value_row, runs, num_runs,
-                            visible, s->alpha + r, first, out + r * s->out_row + col, s->out_row);
+            FN(output_rows)(rows, (int)width, s->scores + r, (const REAL *)block->values.data + col, block->values.row,
+                            runs, num_runs, visible, s->alpha + r, first, out + r * s->out_row + col, s->out_row);
             r += rows;
         }
     }

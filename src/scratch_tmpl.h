@@ -14,6 +14,7 @@ typedef struct FN(scratch) {
     FN(state) split[MHA_PANELS_TOGETHER], total[MHA_PANELS_TOGETHER];
     int64_t score_row;     /* keys of a block and 3 more, rounded up, for the few-query kernel */
     REAL *scores;          /* [keys of a block][panel], or [rows][score_row] */
+    REAL *scaled;          /* [rows][score_row]: weights times the scales of their values; NULL: none */
     REAL *block_max;       /* [panel] */
     REAL *alpha, *visible; /* [panel] */
     REAL *keys, *values;   /* a packed block */
@@ -63,6 +64,7 @@ static uintptr_t FN(lay_out)(FN(scratch) *s, const mha_task *task, uintptr_t mem
     s->converted = FN(take)(&memory, V(lanes) * task->head_dim);
     s->mask_rows = NULL;
     s->bits = NULL;
+    s->scaled = task->value.dtype == MHA_I8 ? FN(take)(&memory, MHA_FEW_ROWS * s->score_row) : NULL;
     if (task->has_mask && task->mask_dtype == MHA_BOOL) {
         s->bits = (uint16_t *)FN(take)(&memory, block * ((V(panel) + 15) / 16));
     } else if (task->has_mask) {
