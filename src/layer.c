@@ -39,7 +39,8 @@ double mha_layer_estimated_ns(const mha_layer *layer)
     for (int m = 0; m < MAPS; m++)
         products += batch * (double)maps[m]->len * (double)maps[m]->depth * (double)maps[m]->cols;
     double lanes = mha_isa_tiles(layer->attention.isa, layer->attention.dtype).lanes;
-    return mha_estimated_ns(&layer->attention) + 2 * products / (10 * lanes);
+    mha_dtype dtype = layer->attention.dtype;
+    return mha_attention_ns(&layer->attention, dtype, dtype) + 2 * products / (10 * lanes);
 }
 
 /* Takes bytes from the workspace, on a cache line of their own; memory may be NULL, then only sizes are meant. */

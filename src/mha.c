@@ -56,12 +56,11 @@ void mha_exp2(mha_isa isa, mha_dtype dtype, const void *src, void *dst, int64_t 
 
 /* ---- the plan of a call */
 
-double mha_estimated_ns(const mha_params *p)
+double mha_attention_ns(const mha_params *p, mha_dtype key, mha_dtype value)
 {
     double pairs = (double)p->num_heads * (double)p->q_len * (double)p->kv_len;
-    double kv_bytes =
-        (double)p->num_kv_heads * (double)p->kv_len *
-        (double)(p->head_dim * mha_item_bytes(p->key.dtype) + p->value_dim * mha_item_bytes(p->value.dtype));
+    double kv_bytes = (double)p->num_kv_heads * (double)p->kv_len *
+                      (double)(p->head_dim * mha_item_bytes(key) + p->value_dim * mha_item_bytes(value));
     for (int64_t d = 0; d < p->lead_ndim; d++) {
         pairs *= (double)p->lead_shape[d];
         kv_bytes *= (double)p->lead_shape[d];
@@ -70,6 +69,8 @@ double mha_estimated_ns(const mha_params *p)
     double lanes = levels[p->isa].kernels[p->dtype]->tiles.lanes;
     return pairs * (double)(2 * (p->head_dim + p->value_dim) + 20) / (10 * lanes) + kv_bytes / 10;
 }
+
+double mha_estimated_ns(const mha_params *p) { return mha_attention_ns(p, p->key.dtype, p->value.dtype); }
 
 static int64_t layout(mha_plan *plan)
 {
