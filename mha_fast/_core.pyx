@@ -9,13 +9,16 @@ from libc.math cimport INFINITY, sqrt
 from libc.stdint cimport int64_t
 
 from mha_fast._mha cimport (
+    MHA_BF16,
     MHA_BOOL,
     MHA_ERR_DTYPE,
     MHA_ERR_ISA,
     MHA_ERR_SHAPE,
     MHA_ERR_WORKSPACE,
+    MHA_F16,
     MHA_F32,
     MHA_F64,
+    MHA_I8,
     MHA_I64,
     MHA_ISA_COUNT,
     MHA_MAX_LEAD,
@@ -73,13 +76,33 @@ def bind_config(dict namespace):
 
 # ---- filling the struct
 
+# The type number that ml_dtypes' bfloat16 was registered under, known once an array of it has come: the name tells it, and
+# what costs little is asked first.
+cdef int bfloat16_num = -1
+
+
+cdef inline bint is_bfloat16(cnp.ndarray array) noexcept:
+    global bfloat16_num
+    cdef int num = cnp.PyArray_TYPE(array)
+    if num != bfloat16_num and cnp.PyTypeNum_ISUSERDEF(num) and cnp.PyArray_ITEMSIZE(array) == 2:
+        if array.dtype.name == "bfloat16":
+            bfloat16_num = num
+    return num == bfloat16_num
+
+
 cdef inline mha_dtype dtype_of(cnp.ndarray array) noexcept:
     cdef int num = cnp.PyArray_TYPE(array)
     if num == cnp.NPY_FLOAT32:
         return MHA_F32
     if num == cnp.NPY_FLOAT64:
         return MHA_F64
-    return MHA_BOOL if num == cnp.NPY_BOOL else MHA_I64
+    if num == cnp.NPY_FLOAT16:
+        return MHA_F16
+    if num == cnp.NPY_BOOL:
+        return MHA_BOOL
+    if num == cnp.NPY_INT8:
+        return MHA_I8
+    return MHA_BF16 if is_bfloat16(array) else MHA_I64
 
 
 cdef inline int item_shift(cnp.ndarray array) noexcept:
@@ -113,6 +136,10 @@ cdef void leave_out(mha_params *p) noexcept:
     """No optional array yet, and nothing that changes or hides scores."""
     p.window_left = p.window_right = -1
     p.softcap = 0.0
+    p.key_scale.data = NULL
+    p.value_scale.data = NULL
+    p.key_scale.row = p.value_scale.row = 0
+    p.key_scale.lead[0] = p.value_scale.lead[0] = 0
     p.mask.data = NULL
     p.lengths.data = NULL
     p.offset.data = NULL
@@ -318,6 +345,9 @@ def attend_cache(call, query_rows):
         p.pages = <const int64_t *> cnp.PyArray_DATA(table)
         p.pages_row = cnp.PyArray_DIM(table, 1)
         p.page_len = p.kv_len
+    if call.state.k_scale is not None:
+        fill(&p.key_scale, call.state.k_scale, 1, 1, 2, -1)
+        fill(&p.value_scale, call.state.v_scale, 1, 1, 2, -1)
     p.kv_len = totals.max(initial=0)
     fill(&p.lengths, totals, 1, -1, -1, -1)
     fill(&p.offset, offset, 1, -1, -1, -1)
@@ -331,6 +361,10 @@ def attend_cache(call, query_rows):
 
 # ---- the common case, recognised by exact tests that raise nothing
 
+cdef inline int number_of(mha_dtype compute) noexcept:
+    return cnp.NPY_FLOAT32 if compute == MHA_F32 else cnp.NPY_FLOAT64
+
+
 cdef inline bint is_plain(object x, int num, int ndim) noexcept:
     """An ndarray (no subclass) of this dtype, native, aligned, with this many dimensions."""
     return (
@@ -341,7 +375,7 @@ cdef inline bint is_plain(object x, int num, int ndim) noexcept:
     )
 
 
-cdef bint plain_mask(mha_array *a, object mask, int num, mha_params *p) noexcept:
+cdef bint plain_mask(mha_array *a, object mask, mha_params *p) noexcept:
     """Describe a mask that broadcasts to (*lead, heads, q_len, kv_len); False where it is not a plain one."""
     cdef cnp.ndarray array
     cdef int d, axis, ndim, lead = <int> p.lead_ndim
@@ -350,7 +384,7 @@ cdef bint plain_mask(mha_array *a, object mask, int num, mha_params *p) noexcept
         return False
     array = mask
     ndim = cnp.PyArray_NDIM(array)
-    if not (is_plain(mask, cnp.NPY_BOOL, ndim) or is_plain(mask, num, ndim)) or ndim < 1 or ndim > lead + 3:
+    if not (is_plain(mask, cnp.NPY_BOOL, ndim) or is_plain(mask, number_of(p.dtype), ndim)) or ndim < 1 or ndim > lead + 3:
         return False
     a.data = <char *> cnp.PyArray_DATA(array)
     a.dtype = dtype_of(array)
@@ -406,7 +440,9 @@ cdef bint plain_inputs(
         return False
     num = cnp.PyArray_TYPE(<cnp.ndarray> query)
     ndim = cnp.PyArray_NDIM(<cnp.ndarray> query)
-    if (num != cnp.NPY_FLOAT32 and num != cnp.NPY_FLOAT64) or ndim < 3:
+    if ndim < 3 or not (
+        num == cnp.NPY_FLOAT32 or num == cnp.NPY_FLOAT64 or num == cnp.NPY_FLOAT16 or is_bfloat16(<cnp.ndarray> query)
+    ):
         return False
     if not (is_plain(query, num, ndim) and is_plain(key, num, ndim) and is_plain(value, num, ndim)):
         return False
@@ -426,7 +462,7 @@ cdef bint plain_inputs(
     if q[ndim - 1] == 0:
         return False  # the default scale would divide by it
     fill_sizes(p, query, key, value, ndim - 3, head, row)
-    p.dtype = MHA_F32 if num == cnp.NPY_FLOAT32 else MHA_F64
+    p.dtype = MHA_F64 if num == cnp.NPY_FLOAT64 else MHA_F32
     return True
 
 
@@ -567,7 +603,7 @@ cdef object attend_plain(mha_params *p, cnp.ndarray query, object layout, object
         return result
     shape[lead] = p.num_heads
     shape[lead + 1] = p.q_len
-    lse = cnp.PyArray_EMPTY(ndim - 1, shape, num, 0)
+    lse = cnp.PyArray_EMPTY(ndim - 1, shape, number_of(p.dtype), 0)
     fill(&p.lse, lse, lead, lead, lead + 1, -1)
     run(p)
     return result, lse
@@ -612,7 +648,7 @@ def scaled_dot_product_attention(
         leave_out(&p)
         if (
             plain_position(&p, is_causal, q_offset, valid_lens, &offset)
-            and (attn_mask is None or plain_mask(&p.mask, attn_mask, cnp.PyArray_TYPE(<cnp.ndarray> query), &p))
+            and (attn_mask is None or plain_mask(&p.mask, attn_mask, &p))
             and (valid_lens is None or plain_lengths(&p.lengths, valid_lens, &p))
             and plain_scores(
                 &p, cnp.PyArray_TYPE(<cnp.ndarray> query), window_size, softcap, alibi_slopes, sinks
@@ -788,7 +824,7 @@ def layer_forward(module, queries, keys, values, valid_lens, attn_mask, is_causa
         and (is_causal is False or is_causal is True)
         and plain_layer(&layer, module, queries, keys, values, weights)
         and (is_causal is False or p.q_len >= p.kv_len)
-        and (attn_mask is None or plain_mask(&p.mask, attn_mask, cnp.PyArray_TYPE(<cnp.ndarray> queries), p))
+        and (attn_mask is None or plain_mask(&p.mask, attn_mask, p))
         and (valid_lens is None or plain_lengths(&p.lengths, valid_lens, p))
     ):
         p.causal = is_causal is True

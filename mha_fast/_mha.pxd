@@ -18,6 +18,9 @@ cdef extern from "mha.h" nogil:
         MHA_F64
         MHA_BOOL
         MHA_I64
+        MHA_F16
+        MHA_BF16
+        MHA_I8
 
     ctypedef enum mha_isa:
         MHA_ISA_COUNT
@@ -38,7 +41,7 @@ cdef extern from "mha.h" nogil:
         int64_t lead_ndim
         int64_t lead_shape[MHA_MAX_LEAD]
         int64_t num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim
-        mha_array query, key, value, mask, lengths, offset, slopes, sinks, out, lse, weights
+        mha_array query, key, value, key_scale, value_scale, mask, lengths, offset, slopes, sinks, out, lse, weights
         const int64_t *weight_rows
         int64_t num_weight_rows
         const int64_t *q_starts

@@ -18,27 +18,27 @@ MHA_INLINE void FN(affine_store)(const int rows, const int vecs, VEC acc[6][8], 
     }
 }
 
-MHA_INLINE void FN(affine_vecs)(const int rows, int vecs, const REAL *x, int64_t x_row, const REAL *weight,
+MHA_INLINE void FN(affine_vecs)(const int rows, int vecs, const REAL *x, int64_t x_row, const char *weight,
                                 int64_t weight_row, int64_t depth, int64_t tail, const REAL *bias, REAL *out,
                                 int64_t out_row)
 {
     VEC acc[6][8];
     if (V(col_vecs) >= 4 && vecs == 4) {
-        FN(product_tile)(rows, 4, x, x_row, weight, weight_row, depth, tail, 0, acc);
+        FN(product_tile)(rows, 4, x, x_row, REAL_DTYPE, weight, weight_row, depth, tail, 0, acc);
         FN(affine_store)(rows, 4, acc, tail, bias, out, out_row);
     } else if (V(col_vecs) >= 3 && vecs == 3) {
-        FN(product_tile)(rows, 3, x, x_row, weight, weight_row, depth, tail, 0, acc);
+        FN(product_tile)(rows, 3, x, x_row, REAL_DTYPE, weight, weight_row, depth, tail, 0, acc);
         FN(affine_store)(rows, 3, acc, tail, bias, out, out_row);
     } else if (vecs == 2) {
-        FN(product_tile)(rows, 2, x, x_row, weight, weight_row, depth, tail, 0, acc);
+        FN(product_tile)(rows, 2, x, x_row, REAL_DTYPE, weight, weight_row, depth, tail, 0, acc);
         FN(affine_store)(rows, 2, acc, tail, bias, out, out_row);
     } else {
-        FN(product_tile)(rows, 1, x, x_row, weight, weight_row, depth, tail, 0, acc);
+        FN(product_tile)(rows, 1, x, x_row, REAL_DTYPE, weight, weight_row, depth, tail, 0, acc);
         FN(affine_store)(rows, 1, acc, tail, bias, out, out_row);
     }
 }
 
-MHA_NOINLINE void FN(affine_rows)(int64_t rows, int vecs, const REAL *x, int64_t x_row, const REAL *weight,
+MHA_NOINLINE void FN(affine_rows)(int64_t rows, int vecs, const REAL *x, int64_t x_row, const char *weight,
                                   int64_t weight_row, int64_t depth, int64_t tail, const REAL *bias, REAL *out,
                                   int64_t out_row)
 {
@@ -62,7 +62,7 @@ static void FN(affine_columns)(const mha_affine *a, const REAL *x, int64_t x_row
         int64_t depth = mha_min(a->depth - k, FN(affine_depth));
         for (int64_t r = 0; r < a->rows;) {
             int64_t left = a->rows - r, tile = mha_next_tile(left, V(row_tile));
-            FN(affine_rows)(tile, vecs, x + r * x_row + k, x_row, weight + k * weight_row, weight_row, depth,
+            FN(affine_rows)(tile, vecs, x + r * x_row + k, x_row, (const char *)(weight + k * weight_row), weight_row, depth,
                             width % V(lanes), k ? NULL : (const REAL *)a->bias + col,
                             (REAL *)a->out + r * a->out_row + col, a->out_row);
             r += tile;

@@ -44,6 +44,9 @@ void mha_make_plan(mha_plan *plan, const mha_params *params, int threads);
 /* Lays the plan over memory, aligned to a cache line. */
 void mha_place_plan(mha_plan *plan, char *memory);
 
+/* mha_estimated_ns for keys and values of these dtypes, whose arrays may not be filled in yet. */
+double mha_attention_ns(const mha_params *params, mha_dtype key, mha_dtype value);
+
 enum { MHA_ATTENTION_PHASES = 3 };
 void mha_attention_start(const void *plan, int thread);
 int64_t mha_attention_tasks(const void *plan, int phase);

@@ -3,17 +3,18 @@
  * summed in an order that depends on neither the number of rows nor the tile.
  */
 
-/* scores[row][key] of a tile of rows x keys (1 to 4; 4 are written). rows, keys: constants once inlined. */
-MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const REAL *RESTRICT query, int64_t query_row,
-                             const REAL *RESTRICT key, int64_t key_row, int64_t head_dim, REAL *RESTRICT scores,
-                             int64_t score_row)
+/* scores[row][key] of a tile of rows x keys (1 to 4; 4 are written). key: of dtype storage, converted in registers, once for
+ * all rows. rows, keys, storage: constants once inlined. */
+MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype storage, const REAL *RESTRICT query,
+                             int64_t query_row, const char *RESTRICT key, int64_t key_row, int64_t head_dim,
+                             REAL *RESTRICT scores, int64_t score_row)
 {
     VEC acc[4][4];
     int64_t whole = head_dim - head_dim % V(lanes), e = 0;
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int k = 0; k < 4; k++) acc[r][k] = V(zero)();
     for (; e < whole; e += V(lanes)) {
         VEC depth[4];
-        UNROLL for (int k = 0; k < keys; k++) depth[k] = V(load)(key + k * key_row + e);
+        UNROLL for (int k = 0; k < keys; k++) depth[k] = FN(load_as)(storage, key, k * key_row + e);
         UNROLL for (int r = 0; r < rows; r++) {
             VEC q = V(load)(query + r * query_row + e);
             UNROLL for (int k = 0; k < keys; k++) acc[r][k] = V(fma)(q, depth[k], acc[r][k]);
@@ -21,7 +22,7 @@ MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const REAL *RESTRIC
     }
     if (e < head_dim)
         UNROLL for (int k = 0; k < keys; k++) {
-            VEC depth = V(load_n)(key + k * key_row + e, head_dim - e);
+            VEC depth = FN(load_as_n)(storage, key, k * key_row + e, head_dim - e);
             UNROLL for (int r = 0; r < rows; r++)
                 acc[r][k] = V(fma)(V(load)(query + r * query_row + e), depth, acc[r][k]);
         }
@@ -33,29 +34,76 @@ MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const REAL *RESTRIC
  * wait. One row has so little that asking costs more than it gains. */
 enum { FN(few_lead) = 12 };
 
-MHA_INLINE void FN(dot_rows)(const int rows, const REAL *query, int64_t query_row, const REAL *key, int64_t key_row,
-                             int64_t count, int64_t head_dim, REAL *scores, int64_t score_row)
+MHA_INLINE void FN(dot_rows)(const int rows, const mha_dtype storage, const REAL *query, int64_t query_row,
+                             const char *key, int64_t key_row, int64_t count, int64_t head_dim, REAL *scores,
+                             int64_t score_row)
 {
+    const int64_t item = mha_item_bytes(storage);
     int64_t k = 0;
-    for (; k + 4 <= count; k += 4, key += 4 * key_row) {
+    for (; k + 4 <= count; k += 4, key += 4 * key_row * item) {
         if (rows > 1)
-            for (int i = 0; i < 4; i++) FN(ask)(key + (FN(few_lead) + i) * key_row, head_dim);
-        FN(dot_tile)(rows, 4, query, query_row, key, key_row, head_dim, scores + k, score_row);
+            for (int i = 0; i < 4; i++) FN(ask)(key + (FN(few_lead) + i) * key_row * item, head_dim * item);
+        FN(dot_tile)(rows, 4, storage, query, query_row, key, key_row, head_dim, scores + k, score_row);
     }
-    if (count - k == 3) FN(dot_tile)(rows, 3, query, query_row, key, key_row, head_dim, scores + k, score_row);
-    if (count - k == 2) FN(dot_tile)(rows, 2, query, query_row, key, key_row, head_dim, scores + k, score_row);
-    if (count - k == 1) FN(dot_tile)(rows, 1, query, query_row, key, key_row, head_dim, scores + k, score_row);
+    if (count - k == 3) FN(dot_tile)(rows, 3, storage, query, query_row, key, key_row, head_dim, scores + k, score_row);
+    if (count - k == 2) FN(dot_tile)(rows, 2, storage, query, query_row, key, key_row, head_dim, scores + k, score_row);
+    if (count - k == 1) FN(dot_tile)(rows, 1, storage, query, query_row, key, key_row, head_dim, scores + k, score_row);
+}
+
+/* scores[row][key] of a block, times the scales of the keys. */
+MHA_INLINE void FN(few_scores_of)(const mha_dtype storage, const mha_task *task, FN(scratch) *s,
+                                  const mha_matrix *keys, int64_t count)
+{
+    for (int64_t r = 0, left; (left = task->num_rows - r) > 0;) {
+        const REAL *query = s->query[0] + r * s->few_row;
+        REAL *scores = s->scores + r * s->score_row;
+        int64_t key_row = keys->row, head_dim = task->head_dim;
+        if (V(few_rows) >= 4 && left >= 4)
+            FN(dot_rows)(4, storage, query, s->few_row, keys->data, key_row, count, head_dim, scores, s->score_row);
+        else if (left >= 2)
+            FN(dot_rows)(2, storage, query, s->few_row, keys->data, key_row, count, head_dim, scores, s->score_row);
+        else
+            FN(dot_rows)(1, storage, query, s->few_row, keys->data, key_row, count, head_dim, scores, s->score_row);
+        r += left >= V(few_rows) ? V(few_rows) : left >= 2 ? 2 : 1;
+    }
+}
+
+/* dst[i] = numbers[i] * scale[i * step]; careful: a scale that is no finite number counts as 0. */
+static void FN(scale_keys)(REAL *dst, const REAL *numbers, const float *scale, int64_t step, int64_t count, int careful)
+{
+    for (int64_t i = 0; i < count; i++) {
+        REAL factor = (REAL)scale[i * step];
+        dst[i] = numbers[i] * (careful && factor - factor != 0 ? 0 : factor);
+    }
+}
+
+static void FN(few_scores)(const mha_task *task, FN(scratch) *s, const FN(block) *block)
+{
+    const mha_matrix *keys = &block->keys;
+    if (keys->dtype == REAL_DTYPE)
+        FN(few_scores_of)(REAL_DTYPE, task, s, keys, block->count);
+    else if (FN(few_reads)(MHA_F16) && keys->dtype == MHA_F16)
+        FN(few_scores_of)(MHA_F16, task, s, keys, block->count);
+    else if (FN(few_reads)(MHA_BF16) && keys->dtype == MHA_BF16)
+        FN(few_scores_of)(MHA_BF16, task, s, keys, block->count);
+    else if (FN(few_reads)(MHA_I8))
+        FN(few_scores_of)(MHA_I8, task, s, keys, block->count);
+    for (int64_t r = 0; keys->scale && r < task->num_rows; r++) {
+        REAL *scores = s->scores + r * s->score_row;
+        FN(scale_keys)(scores, scores, keys->scale, keys->scale_row, block->count, 0);
+    }
 }
 
 /* out[row] = alpha[row] * out[row] + sum_key weights[row][key] * value[key] for rows x vecs vectors of columns; tail: the
  * columns in the last vector where it is not whole, else 0. */
-MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const REAL *RESTRICT weights, int64_t weight_row,
-                                    const REAL *RESTRICT value, int64_t value_row, int64_t count, int64_t tail,
-                                    const REAL *RESTRICT alpha, int first, REAL *RESTRICT out,
-                                    int64_t out_row)
+MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const mha_dtype storage,
+                                    const REAL *RESTRICT weights, int64_t weight_row, const char *RESTRICT value,
+                                    int64_t value_row, int64_t count, int64_t tail, const REAL *RESTRICT alpha,
+                                    int first, REAL *RESTRICT out, int64_t out_row)
 {
     VEC acc[6][8];
-    FN(product_tile)(rows, vecs, weights, weight_row, value, value_row, count, tail, rows > 1 ? FN(few_lead) : 0, acc);
+    FN(product_tile)(rows, vecs, weights, weight_row, storage, value, value_row, count, tail,
+                     rows > 1 ? FN(few_lead) : 0, acc);
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) {
         REAL *dst = out + r * out_row + v * V(lanes);
         V(store)(dst, first ? acc[r][v] : V(fma)(V(load)(dst), V(set1)(alpha[r]), acc[r][v]));
@@ -63,22 +111,23 @@ MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const REAL *
 }
 
 /* Column tiles as wide as two rows leave registers for: values come from memory a whole row at a time where that fits. */
-MHA_INLINE void FN(few_output_rows)(const int rows, const REAL *weights, int64_t weight_row, const REAL *value,
-                                    int64_t value_row, int64_t count, int64_t cols, const REAL *alpha, int first,
-                                    REAL *out, int64_t out_row)
+MHA_INLINE void FN(few_output_rows)(const int rows, const mha_dtype storage, const REAL *weights, int64_t weight_row,
+                                    const char *values, int64_t value_row, int64_t count, int64_t cols,
+                                    const REAL *alpha, int first, REAL *out, int64_t out_row)
 {
     for (int64_t c = 0; c < cols;) {
         int64_t vecs = mha_round_up(cols - c, V(lanes)) / V(lanes), width = vecs >= 8 ? 8 : vecs >= 4 ? 4 : vecs >= 2 ? 2 : 1;
         if (width > 2 * V(col_vecs)) width = 2 * V(col_vecs);
         int64_t tail = cols - c < width * V(lanes) ? cols % V(lanes) : 0;
+        const char *value = values + c * mha_item_bytes(storage);
         if (V(col_vecs) == 4 && width == 8)
-            FN(few_output_tile)(rows, 8, weights, weight_row, value + c, value_row, count, tail, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 8, storage, weights, weight_row, value, value_row, count, tail, alpha, first, out + c, out_row);
         else if (width == 4)
-            FN(few_output_tile)(rows, 4, weights, weight_row, value + c, value_row, count, tail, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 4, storage, weights, weight_row, value, value_row, count, tail, alpha, first, out + c, out_row);
         else if (width == 2)
-            FN(few_output_tile)(rows, 2, weights, weight_row, value + c, value_row, count, tail, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 2, storage, weights, weight_row, value, value_row, count, tail, alpha, first, out + c, out_row);
         else
-            FN(few_output_tile)(rows, 1, weights, weight_row, value + c, value_row, count, tail, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 1, storage, weights, weight_row, value, value_row, count, tail, alpha, first, out + c, out_row);
         c += width * V(lanes);
     }
 }
@@ -162,22 +211,46 @@ static void FN(few_softmax)(FN(scratch) *s, int64_t rows, int64_t count, const R
     }
 }
 
+MHA_INLINE void FN(few_output_of)(const mha_dtype storage, const mha_task *task, FN(scratch) *s, const REAL *weights,
+                                  const mha_matrix *values, int64_t count, FN(state) *state, int first)
+{
+    int64_t rows = task->num_rows, cols = task->value_dim;
+    for (int64_t r = 0; r < rows; r += 2, weights += 2 * s->score_row) {
+        REAL *out = state->out + r * s->out_row;
+        if (rows - r >= 2)
+            FN(few_output_rows)(2, storage, weights, s->score_row, values->data, values->row, count, cols,
+                                s->alpha + r, first, out, s->out_row);
+        else
+            FN(few_output_rows)(1, storage, weights, s->score_row, values->data, values->row, count, cols,
+                                s->alpha + r, first, out, s->out_row);
+    }
+}
+
+/* The output moves on by one block. The weights are multiplied by the scales of the values; their sum is not. */
+static void FN(few_output)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
+                           int careful)
+{
+    const mha_matrix *values = &block->values;
+    const REAL *weights = values->scale ? s->scaled : s->scores;
+    for (int64_t r = 0; values->scale && r < task->num_rows; r++)
+        FN(scale_keys)(s->scaled + r * s->score_row, s->scores + r * s->score_row, values->scale, values->scale_row,
+                       block->count, careful);
+    if (values->dtype == REAL_DTYPE)
+        FN(few_output_of)(REAL_DTYPE, task, s, weights, values, block->count, state, first);
+    else if (FN(few_reads)(MHA_F16) && values->dtype == MHA_F16)
+        FN(few_output_of)(MHA_F16, task, s, weights, values, block->count, state, first);
+    else if (FN(few_reads)(MHA_BF16) && values->dtype == MHA_BF16)
+        FN(few_output_of)(MHA_BF16, task, s, weights, values, block->count, state, first);
+    else if (FN(few_reads)(MHA_I8))
+        FN(few_output_of)(MHA_I8, task, s, weights, values, block->count, state, first);
+}
+
 static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
                           int careful)
 {
     int64_t rows = task->num_rows, count = block->count;
     REAL block_max[MHA_FEW_ROWS + V(lanes)];
-    for (int64_t r = 0; r < rows;) {
-        const REAL *query = s->query[0] + r * s->few_row;
-        REAL *scores = s->scores + r * s->score_row;
-        if (V(few_rows) >= 4 && rows - r >= 4)
-            FN(dot_rows)(4, query, s->few_row, block->keys, block->key_row, count, task->head_dim, scores, s->score_row);
-        else if (rows - r >= 2)
-            FN(dot_rows)(2, query, s->few_row, block->keys, block->key_row, count, task->head_dim, scores, s->score_row);
-        else
-            FN(dot_rows)(1, query, s->few_row, block->keys, block->key_row, count, task->head_dim, scores, s->score_row);
-        r += rows - r >= V(few_rows) ? V(few_rows) : rows - r >= 2 ? 2 : 1;
-    }
+    FN(few_scores)(task, s, block);
     for (int64_t r = 0; r < rows; r++) {
         REAL *scores = s->scores + r * s->score_row;
         if (task->softcap != 0 || task->has_slopes)
@@ -187,16 +260,7 @@ static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) 
         block_max[r] = FN(few_max)(scores, mha_min(task->rows[r].visible - block->first, count), count);
     }
     FN(few_softmax)(s, rows, count, block_max, state);
-    for (int64_t r = 0; r < rows; r += 2) {
-        const REAL *weights = s->scores + r * s->score_row;
-        REAL *out = state->out + r * s->out_row;
-        if (rows - r >= 2)
-            FN(few_output_rows)(2, weights, s->score_row, block->values, block->value_row, count, task->value_dim,
-                                s->alpha + r, first, out, s->out_row);
-        else
-            FN(few_output_rows)(1, weights, s->score_row, block->values, block->value_row, count, task->value_dim,
-                                s->alpha + r, first, out, s->out_row);
-    }
+    FN(few_output)(task, s, block, state, first, careful);
     FN(run) all = {0, count};
     if (careful)
         FN(add_non_finite)(task, task->rows, rows, block->first, &all, 1, s->scores, s->score_row, 1, state->out,

@@ -144,24 +144,25 @@ MHA_NOINLINE void FN(output_rows)(int64_t rows, int vecs, const REAL *weights, c
         FN(output_vecs)(1, vecs, weights, value, value_row, runs, num_runs, seen, visible, alpha, first, out, out_row);
 }
 
-MHA_INLINE void FN(ask)(const REAL *row, int64_t cols)
+MHA_INLINE void FN(ask)(const char *row, int64_t bytes)
 {
-    for (int64_t c = 0; c < cols; c += 64 / (int64_t)sizeof(REAL)) PREFETCH((const char *)(row + c));
+    for (int64_t byte = 0; byte < bytes; byte += 64) PREFETCH(row + byte);
 }
 
-/* acc[row][vec] = sum_k a[row][k] * b[k][vec] for a tile of rows x vecs vectors; tail: the columns in the last vector where it
- * is not whole, else 0; ahead: rows of b to ask for before their turn. rows, vecs, ahead: constants once inlined. */
+/* acc[row][vec] = sum_k a[row][k] * b[k][vec] for a tile of rows x vecs vectors; b is of dtype storage; tail: the columns in the
+ * last vector where it is not whole, else 0; ahead: rows of b to ask for before their turn. rows, vecs, storage, ahead: constants
+ * once inlined. */
 MHA_INLINE void FN(product_tile)(const int rows, const int vecs, const REAL *RESTRICT a, int64_t a_row,
-                                 const REAL *RESTRICT b, int64_t b_row, int64_t count, int64_t tail, const int ahead,
-                                 VEC acc[6][8])
+                                 const mha_dtype storage, const char *RESTRICT b, int64_t b_row, int64_t count,
+                                 int64_t tail, const int ahead, VEC acc[6][8])
 {
+    const int64_t item = mha_item_bytes(storage), last = (vecs - 1) * V(lanes);
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
-    for (int64_t k = 0; k < count; k++, b += b_row) {
+    for (int64_t k = 0; k < count; k++, b += b_row * item) {
         VEC col[8];
-        if (ahead) FN(ask)(b + ahead * b_row, vecs * V(lanes));
-        UNROLL for (int v = 0; v < vecs - 1; v++) col[v] = V(load)(b + v * V(lanes));
-        const REAL *last = b + (vecs - 1) * V(lanes);
-        col[vecs - 1] = tail ? V(load_n)(last, tail) : V(load)(last);
+        if (ahead) FN(ask)(b + ahead * b_row * item, vecs * V(lanes) * item);
+        UNROLL for (int v = 0; v < vecs - 1; v++) col[v] = FN(load_as)(storage, b, v * V(lanes));
+        col[vecs - 1] = tail ? FN(load_as_n)(storage, b, last, tail) : FN(load_as)(storage, b, last);
         UNROLL for (int r = 0; r < rows; r++) {
             VEC broadcast = V(set1)(a[r * a_row + k]);
             UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(fma)(broadcast, col[v], acc[r][v]);

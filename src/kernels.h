@@ -23,7 +23,12 @@
 static inline int64_t mha_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t mha_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t mha_divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-static inline int64_t mha_item_bytes(mha_dtype dtype) { return dtype == MHA_BOOL ? 1 : dtype == MHA_F32 ? 4 : 8; }
+static inline int64_t mha_item_bytes(mha_dtype dtype)
+{
+    static const unsigned char bytes[] = {[MHA_F32] = 4, [MHA_F64] = 8,  [MHA_BOOL] = 1, [MHA_I64] = 8,
+                                          [MHA_F16] = 2, [MHA_BF16] = 2, [MHA_I8] = 1};
+    return bytes[dtype];
+}
 static inline int64_t mha_round_up(int64_t n, int64_t unit) { return mha_divide_up(n, unit) * unit; }
 /* Keys or rows of the next tile where so many are left: the whole tile, or what edge tiles there are. */
 static inline int64_t mha_next_tile(int64_t left, int64_t whole)
@@ -35,7 +40,10 @@ static inline int64_t mha_next_tile(int64_t left, int64_t whole)
 typedef struct mha_matrix {
     const char *data;
     mha_dtype dtype;
-    int64_t row, col, page;
+    int64_t row, col;
+    const float *scale; /* of each row, scale_row elements apart; NULL: none */
+    int64_t scale_row;
+    int64_t page, scale_page; /* from one page to the next, where rows lie in pages */
 } mha_matrix;
 
 /* One query of a task. mask points at key 0 of the query's mask row, weights at its weights row, slope and sink at a
@@ -59,7 +67,7 @@ typedef struct mha_task {
     /* what all tasks of a call share */
     double scale, softcap;
     int64_t kv_len, head_dim, value_dim, max_rows;
-    mha_dtype query_dtype, mask_dtype;
+    mha_dtype query_dtype, mask_dtype, out_dtype;
     int has_mask, has_window, has_slopes; /* has_window: rows may have a first key */
     int pack_keys;                        /* copy key and value blocks even where they could be read in place */
     int64_t query_col, mask_col, out_col;
@@ -82,13 +90,24 @@ static inline const char *mha_key_row(const mha_task *task, const mha_matrix *ma
     return matrix->data + at * mha_item_bytes(matrix->dtype);
 }
 
-/* Of count keys from key on, how many lie evenly spaced: pages may happen to follow each other. */
+/* Where a key's scale lies; NULL: there is none. */
+static inline const float *mha_key_scale(const mha_task *task, const mha_matrix *matrix, int64_t key)
+{
+    if (!matrix->scale) return NULL;
+    if (!task->pages) return matrix->scale + key * matrix->scale_row;
+    return matrix->scale + task->pages[key / task->page_len] * matrix->scale_page +
+           key % task->page_len * matrix->scale_row;
+}
+
+/* Of count keys from key on, how many lie evenly spaced, with their scales: pages may happen to follow each other. */
 static inline int64_t mha_even_keys(const mha_task *task, const mha_matrix *matrix, int64_t key, int64_t count)
 {
     if (!task->pages) return count;
     const int64_t *page = task->pages + key / task->page_len;
     int64_t even = task->page_len - key % task->page_len;
-    for (; even < count && (page[1] - page[0]) * matrix->page == task->page_len * matrix->row; page++)
+    for (; even < count && (page[1] - page[0]) * matrix->page == task->page_len * matrix->row &&
+           (page[1] - page[0]) * matrix->scale_page == task->page_len * matrix->scale_row;
+         page++)
         even += task->page_len;
     return mha_min(even, count);
 }

@@ -3,6 +3,7 @@
 #include "tanh_tmpl.h"
 #include "scratch_tmpl.h"
 #include "rules_tmpl.h"
+#include "storage_tmpl.h"
 #include "gemm_tmpl.h"
 #include "pack_tmpl.h"
 #include "state_tmpl.h"

@@ -39,7 +39,8 @@ double mha_layer_estimated_ns(const mha_layer *layer)
     for (int m = 0; m < MAPS; m++)
         products += batch * (double)maps[m]->len * (double)maps[m]->depth * (double)maps[m]->cols;
     double lanes = mha_isa_tiles(layer->attention.isa, layer->attention.dtype).lanes;
-    return mha_estimated_ns(&layer->attention) + 2 * products / (10 * lanes);
+    mha_dtype dtype = layer->attention.dtype;
+    return mha_attention_ns(&layer->attention, dtype, dtype) + 2 * products / (10 * lanes);
 }
 
 /* Takes bytes from the workspace, on a cache line of their own; memory may be NULL, then only sizes are meant. */
@@ -155,7 +156,10 @@ static void pack(const layer_plan *plan, int64_t t)
     int m = 0;
     while (t >= plan->maps[m].column_tiles) t -= plan->maps[m++].column_tiles;
     const mha_linear *linear = &plan->maps[m].linear;
-    mha_matrix weight = {linear->weight.data, linear->weight.dtype, linear->weight.row, linear->weight.col, 0};
+    mha_matrix weight = {.data = linear->weight.data,
+                         .dtype = linear->weight.dtype,
+                         .row = linear->weight.row,
+                         .col = linear->weight.col};
     plan->kernels->pack_weight(plan->maps[m].packed, &weight, linear->depth, linear->cols, t);
 }
 
@@ -196,7 +200,7 @@ static void project(const layer_plan *plan, int m, int64_t t, int thread)
     const map *map = &plan->maps[m];
     const mha_linear *linear = &map->linear;
     int64_t block = t / map->column_blocks, column = t % map->column_blocks * COLUMN_TILES * plan->col_tile;
-    mha_affine a = {.x = {NULL, linear->x.dtype, linear->x.row, linear->x.col, 0},
+    mha_affine a = {.x = {.dtype = linear->x.dtype, .row = linear->x.row, .col = linear->x.col},
                     .bias = linear->bias,
                     .weight = map->packed ? map->packed : linear->weight.data,
                     .packed = map->packed != NULL,

@@ -71,7 +71,7 @@ static int64_t window_keys(const mha_params *p)
     return mha_min(left + right + 1, p->kv_len);
 }
 
-double mha_estimated_ns(const mha_params *p)
+double mha_attention_ns(const mha_params *p, mha_dtype key, mha_dtype value)
 {
     int64_t most = window_keys(p), read = most < p->kv_len - p->q_len ? most + p->q_len : p->kv_len;
     double pairs = (double)p->q_len * (double)most, keys = (double)read;
@@ -88,11 +88,14 @@ double mha_estimated_ns(const mha_params *p)
         }
     }
     pairs *= (double)p->num_heads;
-    double kv_bytes = (double)p->num_kv_heads * keys * (double)(p->head_dim + p->value_dim) * 4;
+    double kv_bytes = (double)p->num_kv_heads * keys *
+                      (double)(p->head_dim * mha_item_bytes(key) + p->value_dim * mha_item_bytes(value));
     /* Coarse, for one core: 10 flops a nanosecond and lane, 10 bytes a nanosecond, 20 flops a weight. */
     double lanes = levels[p->isa].kernels[p->dtype]->tiles.lanes;
     return pairs * (double)(2 * (p->head_dim + p->value_dim) + 20) / (10 * lanes) + kv_bytes / 10;
 }
+
+double mha_estimated_ns(const mha_params *p) { return mha_attention_ns(p, p->key.dtype, p->value.dtype); }
 
 static int64_t layout(mha_plan *plan)
 {
@@ -108,6 +111,22 @@ static int64_t layout(mha_plan *plan)
 }
 
 static int is_real(mha_dtype dtype) { return dtype == MHA_F32 || dtype == MHA_F64; }
+static int is_half(mha_dtype dtype) { return dtype == MHA_F16 || dtype == MHA_BF16; }
+/* Integers only with their scales, and scales only with integers. */
+static int is_cached(const mha_array *a, const mha_array *scale)
+{
+    if (scale->data) return a->dtype == MHA_I8 && scale->dtype == MHA_F32;
+    return is_real(a->dtype) || is_half(a->dtype);
+}
+
+static mha_status check_dtypes(const mha_params *p)
+{
+    if (!is_real(p->dtype)) return MHA_ERR_DTYPE;
+    if (!is_real(p->query.dtype) && !is_half(p->query.dtype)) return MHA_ERR_DTYPE;
+    if (!is_cached(&p->key, &p->key_scale) || !is_cached(&p->value, &p->value_scale)) return MHA_ERR_DTYPE;
+    if (p->mask.data && p->mask.dtype != MHA_BOOL && !is_real(p->mask.dtype)) return MHA_ERR_DTYPE;
+    return p->out.dtype == p->dtype || (p->dtype == MHA_F32 && is_half(p->out.dtype)) ? MHA_OK : MHA_ERR_DTYPE;
+}
 
 /* Whether it matters where among the keys a query stands. */
 static int has_positions(const mha_params *p)
@@ -118,7 +137,6 @@ static int has_positions(const mha_params *p)
 mha_status mha_check(const mha_params *p)
 {
     if (!mha_isa_built(p->isa)) return MHA_ERR_ISA;
-    if (!is_real(p->dtype)) return MHA_ERR_DTYPE;
     if (p->num_heads < 0 || p->num_kv_heads < 0 || (p->num_kv_heads == 0 && p->num_heads > 0)) return MHA_ERR_SHAPE;
     if (p->q_len < 0 || p->kv_len < 0 || p->head_dim < 0 || p->value_dim < 0) return MHA_ERR_SHAPE;
     if (p->num_threads < 1 || p->lead_ndim < 0 || p->lead_ndim > MHA_MAX_LEAD) return MHA_ERR_SHAPE;
@@ -127,9 +145,17 @@ mha_status mha_check(const mha_params *p)
     if (p->num_weight_rows < 0) return MHA_ERR_SHAPE;
     for (int64_t d = 0; d < p->lead_ndim; d++)
         if (p->lead_shape[d] < 0) return MHA_ERR_SHAPE;
-    if (!is_real(p->query.dtype) || !is_real(p->key.dtype) || !is_real(p->value.dtype)) return MHA_ERR_DTYPE;
-    if (p->mask.data && p->mask.dtype != MHA_BOOL && !is_real(p->mask.dtype)) return MHA_ERR_DTYPE;
-    return MHA_OK;
+    return check_dtypes(p);
+}
+
+static mha_matrix matrix_of(const mha_array *a, const mha_array *scale)
+{
+    return (mha_matrix){.dtype = a->dtype,
+                        .row = a->row,
+                        .col = a->col,
+                        .scale_row = scale->row,
+                        .page = a->lead[0],
+                        .scale_page = scale->lead[0]};
 }
 
 /* Rows of a batch entry for one key/value head: its queries times the group. */
@@ -199,6 +225,7 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
                               .max_rows = plan->rows_per_task,
                               .query_dtype = p->query.dtype,
                               .mask_dtype = p->mask.dtype,
+                              .out_dtype = p->out.dtype,
                               .has_mask = p->mask.data != NULL,
                               .has_window = p->window_left >= 0,
                               .has_slopes = p->slopes.data != NULL,
@@ -207,8 +234,8 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
                               .mask_col = p->mask.col,
                               .out_col = p->out.col,
                               .page_len = p->page_len,
-                              .key = {NULL, p->key.dtype, p->key.row, p->key.col, p->key.lead[0]},
-                              .value = {NULL, p->value.dtype, p->value.row, p->value.col, p->value.lead[0]}};
+                              .key = matrix_of(&p->key, &p->key_scale),
+                              .value = matrix_of(&p->value, &p->value_scale)};
     plan->bytes = -1;
     if (p->head_dim > MHA_MAX_DEPTH || p->value_dim > MHA_MAX_DEPTH || plan->batches > MHA_MAX_DEPTH) return;
     plan->state_bytes = plan->kernels->state_bytes(&plan->shared);
@@ -366,11 +393,17 @@ static char *head_rows(const mha_params *p, const mha_array *a, place place)
     return at(a, lead_offset(p, a, place.batch) + place.head * a->head);
 }
 
+static void open_head(const mha_params *p, mha_matrix *matrix, const mha_array *a, const mha_array *scale, place place)
+{
+    matrix->data = kv_rows(p, a, place);
+    if (scale->data) matrix->scale = (const float *)kv_rows(p, scale, place);
+}
+
 static void open_task(const mha_plan *plan, mha_task *task, place place, int64_t rows, const int64_t *chosen)
 {
     const mha_params *p = plan->p;
-    task->key.data = kv_rows(p, &p->key, place);
-    task->value.data = kv_rows(p, &p->value, place);
+    open_head(p, &task->key, &p->key, &p->key_scale, place);
+    open_head(p, &task->value, &p->value, &p->value_scale, place);
     task->pages = p->pages ? p->pages + place.batch * p->pages_row : NULL;
     fill_rows(plan, task, place, rows, chosen);
     task->split_begin = task->first / MHA_KEY_SPLIT;

@@ -17,7 +17,7 @@
 #define MHA_MAX_LEAD 62
 
 typedef enum { MHA_OK, MHA_ERR_ISA, MHA_ERR_SHAPE, MHA_ERR_DTYPE, MHA_ERR_WORKSPACE } mha_status;
-typedef enum { MHA_F32, MHA_F64, MHA_BOOL, MHA_I64 } mha_dtype;
+typedef enum { MHA_F32, MHA_F64, MHA_BOOL, MHA_I64, MHA_F16, MHA_BF16, MHA_I8 } mha_dtype;
 /* Ascending preference within one architecture. */
 typedef enum { MHA_ISA_SCALAR, MHA_ISA_NEON, MHA_ISA_AVX2, MHA_ISA_AVX512, MHA_ISA_COUNT } mha_isa;
 
@@ -31,7 +31,7 @@ typedef struct mha_array {
 
 typedef struct mha_params {
     mha_isa isa;
-    mha_dtype dtype; /* of the computation, of out, lse and weights: MHA_F32 or MHA_F64 */
+    mha_dtype dtype; /* of the computation, of lse and weights: MHA_F32 or MHA_F64 */
     int num_threads;
     int causal; /* query i sees key j only if j <= i + offset */
     /* Query i sees key j only if -right <= i + offset - j <= left; below 0: no limit. */
@@ -40,7 +40,10 @@ typedef struct mha_params {
     double softcap; /* a score becomes softcap * tanh(score / softcap); 0: it stays */
     int64_t lead_ndim, lead_shape[MHA_MAX_LEAD];
     int64_t num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim;
-    mha_array query, key, value; /* MHA_F32 or MHA_F64; (*lead, heads, len, depth) */
+    mha_array query, key,
+        value; /* MHA_F16, MHA_BF16, MHA_F32 or MHA_F64, key and value also MHA_I8; (*lead, heads, len, depth) */
+    mha_array key_scale,
+        value_scale;   /* beside MHA_I8: MHA_F32 (*lead, heads, len); a number is its integer times this */
     mha_array mask;    /* MHA_BOOL (nonzero = may attend), MHA_F32 or MHA_F64 (added); (*lead, heads, q_len, kv_len) */
     mha_array lengths; /* MHA_I64 (*lead, q_len): query i sees key j only if j < length */
     mha_array offset;  /* MHA_I64 (*lead), within +-2^62; needed where causal, a window or slopes are set */
@@ -54,7 +57,8 @@ typedef struct mha_params {
      * dimension of key and value. NULL without. */
     const int64_t *pages;
     int64_t page_len, pages_row;
-    /* (*lead, heads, q_len, value_dim | none | kv_len), dtype as above. weights: zeros, column stride 1; hidden keys are left. */
+    /* (*lead, heads, q_len, value_dim | none | kv_len), dtype as above; out also MHA_F16 or MHA_BF16 of a computation in MHA_F32,
+     * rounded once. weights: zeros, column stride 1; hidden keys are left. */
     mha_array out, lse, weights;
     const int64_t *weight_rows; /* the queries whose weights are wanted, in the rows of weights; NULL: all */
     int64_t num_weight_rows;

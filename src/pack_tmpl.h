@@ -1,6 +1,18 @@
 /* Copies into the workspace: storage dtype to compute dtype, rows to contiguous rows, queries to a transposed panel.
  * Takes REAL_DTYPE and REAL_HIGHEST. */
 
+/* count numbers of float16, bfloat16 or int8. storage: a constant once inlined. */
+MHA_INLINE void FN(widen)(const mha_dtype storage, REAL *RESTRICT dst, const char *src, int64_t stride, int64_t count)
+{
+    int64_t i = 0;
+    if (stride != 1) {
+        for (; i < count; i++) V(store_n)(dst + i, FN(load_as_n)(storage, src, i * stride, 1), 1);
+        return;
+    }
+    for (; i + V(lanes) <= count; i += V(lanes)) V(store)(dst + i, FN(load_as)(storage, src, i));
+    if (i < count) V(store_n)(dst + i, FN(load_as_n)(storage, src, i, count - i), count - i);
+}
+
 /* float64 to the compute dtype: a finite number stays finite, since only -inf hides a key. */
 MHA_INLINE REAL FN(narrow)(double x)
 {
@@ -17,18 +29,30 @@ static void FN(convert)(REAL *RESTRICT dst, const char *src, mha_dtype dtype, in
             for (int64_t i = 0; i < count; i++) dst[i] = (REAL)from[i];
         else
             for (int64_t i = 0; i < count; i++) dst[i] = (REAL)from[i * stride];
+    } else if (dtype == MHA_F16) {
+        FN(widen)(MHA_F16, dst, src, stride, count);
+    } else if (dtype == MHA_BF16) {
+        FN(widen)(MHA_BF16, dst, src, stride, count);
+    } else if (dtype == MHA_I8) {
+        FN(widen)(MHA_I8, dst, src, stride, count);
     } else {
         const double *from = (const double *)src;
         for (int64_t i = 0; i < count; i++) dst[i] = FN(narrow)(from[i * stride]);
     }
 }
 
-/* dst[count][dst_row] = rows first.. of a matrix with cols columns, zeros behind them. */
+static void FN(multiply)(REAL *numbers, int64_t count, REAL factor)
+{
+    for (int64_t i = 0; i < count; i++) numbers[i] *= factor;
+}
+
+/* dst[count][dst_row] = rows first.. of a matrix with cols columns, times its scale, zeros behind them. */
 static void FN(pack_rows)(REAL *dst, int64_t dst_row, const mha_matrix *src, int64_t first, int64_t count, int64_t cols)
 {
     int64_t bytes = mha_item_bytes(src->dtype);
     for (int64_t i = 0; i < count; i++, dst += dst_row) {
         FN(convert)(dst, src->data + (first + i) * src->row * bytes, src->dtype, src->col, cols);
+        if (src->scale) FN(multiply)(dst, cols, (REAL)src->scale[(first + i) * src->scale_row]);
         for (int64_t c = cols; c < dst_row; c++) dst[c] = 0;
     }
 }

@@ -6,52 +6,61 @@
  * Milakov & Gimelshein 2018; Rabe & Staats 2021; Dao 2023.
  */
 
-/* A key block: row 0 of keys and values is its first key. */
+/* A key block: row 0 of keys and values is its first key; both have column stride 1. */
 typedef struct FN(block) {
     int64_t first, count;
-    const REAL *keys, *values;
-    int64_t key_row, value_row;
+    mha_matrix keys, values;
 } FN(block);
 
-MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix, int64_t first, int64_t count)
+MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix, int64_t first, int64_t count,
+                            int whole_vectors)
 {
-    return matrix->dtype == REAL_DTYPE && matrix->col == 1 && !task->pack_keys &&
-           mha_even_keys(task, matrix, first, count) == count;
+    int readable = whole_vectors ? matrix->dtype == REAL_DTYPE : FN(few_reads)(matrix->dtype);
+    return readable && matrix->col == 1 && !task->pack_keys && mha_even_keys(task, matrix, first, count) == count;
 }
 
-/* Packs the rows of keys first.., from page to page. */
-static void FN(pack_keys)(REAL *dst, int64_t dst_row, const mha_task *task, const mha_matrix *matrix, int64_t first,
-                          int64_t count, int64_t cols)
+/* Rows first.. where they lie, or packed, from page to page. A panel's copy is made once for many queries and takes the scale in;
+ * for few queries it is left to the scores and weights, so that rows in any memory have one arithmetic. */
+static mha_matrix FN(open_rows)(const mha_task *task, const mha_matrix *src, int64_t first, int64_t count, int64_t cols,
+                                int in_place, int takes_scale, REAL *packed, int64_t packed_row, float *scales)
 {
-    for (int64_t k = 0, even; k < count; k += even) {
-        mha_matrix rows = *matrix;
-        rows.data = mha_key_row(task, matrix, first + k);
-        even = mha_even_keys(task, matrix, first + k, count - k);
-        FN(pack_rows)(dst + k * dst_row, dst_row, &rows, 0, even, cols);
+    mha_matrix rows = *src, from = *src;
+    rows.scale = takes_scale ? NULL : mha_key_scale(task, src, first);
+    if (rows.scale && task->pages) {
+        for (int64_t k = 0; k < count; k++) scales[k] = *mha_key_scale(task, src, first + k);
+        rows.scale = scales;
+        rows.scale_row = 1;
     }
+    rows.data = in_place ? mha_key_row(task, src, first) : (const char *)packed;
+    if (in_place) return rows;
+    for (int64_t k = 0, even; k < count; k += even) {
+        even = mha_even_keys(task, src, first + k, count - k);
+        from.data = mha_key_row(task, src, first + k);
+        from.scale = takes_scale ? mha_key_scale(task, src, first + k) : NULL;
+        FN(pack_rows)(packed + k * packed_row, packed_row, &from, 0, even, cols);
+    }
+    rows.dtype = REAL_DTYPE;
+    rows.row = packed_row;
+    rows.col = 1;
+    return rows;
 }
 
-/* whole_vectors: the kernel reads whole vectors of values, so rows that are none are packed. careful: non-finite values
- * are replaced by 0, see add_non_finite. */
+/* whole_vectors: the kernel of panels, which reads whole vectors of values in the compute dtype, so rows that are none are
+ * packed. careful: non-finite values are replaced by 0, see add_non_finite. */
 static FN(block)
     FN(open_block)(const mha_task *task, FN(scratch) *s, int64_t first, int64_t end, int whole_vectors, int careful)
 {
-    FN(block) block = {first, end - first, s->keys, s->values, s->few_row, s->out_row};
-    if (FN(in_place)(task, &task->key, first, block.count)) {
-        block.keys = (const REAL *)mha_key_row(task, &task->key, first);
-        block.key_row = task->key.row;
-    } else {
-        FN(pack_keys)(s->keys, s->few_row, task, &task->key, first, block.count, task->head_dim);
-    }
-    int whole = !(whole_vectors && task->value_dim % V(lanes));
-    if (whole && !careful && FN(in_place)(task, &task->value, first, block.count)) {
-        block.values = (const REAL *)mha_key_row(task, &task->value, first);
-        block.value_row = task->value.row;
-    } else {
-        FN(pack_keys)(s->values, s->out_row, task, &task->value, first, block.count, task->value_dim);
-    }
+    int64_t count = end - first;
+    int keys_in_place = FN(in_place)(task, &task->key, first, count, whole_vectors);
+    int values_in_place = FN(in_place)(task, &task->value, first, count, whole_vectors) && !careful &&
+                          !(whole_vectors && task->value_dim % V(lanes));
+    FN(block) block = {first, count,
+                       FN(open_rows)(task, &task->key, first, count, task->head_dim, keys_in_place, whole_vectors,
+                                     s->keys, s->few_row, s->key_scales),
+                       FN(open_rows)(task, &task->value, first, count, task->value_dim, values_in_place, whole_vectors,
+                                     s->values, s->out_row, s->value_scales)};
     if (careful)
-        for (int64_t i = 0; i < block.count * s->out_row; i++)
+        for (int64_t i = 0; i < count * s->out_row; i++)
             if (s->values[i] - s->values[i] != 0) s->values[i] = 0;
     return block;
 }
@@ -69,8 +78,8 @@ static FN(block) FN(seen_block)(const FN(block) *block, int64_t first)
     int64_t left_out = mha_max(first / MHA_KEY_STEP * MHA_KEY_STEP - block->first, 0);
     seen.first += left_out;
     seen.count -= left_out;
-    seen.keys += left_out * block->key_row;
-    seen.values += left_out * block->value_row;
+    seen.keys.data += left_out * block->keys.row * mha_item_bytes(block->keys.dtype);
+    seen.values.data += left_out * block->values.row * mha_item_bytes(block->values.dtype);
     return seen;
 }
 
@@ -132,7 +141,7 @@ static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel
             mask.slope = task->has_slopes ? s->slope + mask.lane : NULL;
             mask.position = task->has_slopes ? s->position + mask.lane : NULL;
             FN(score_keys)(keys, end - v, panel->query + strip * V(lanes) * task->head_dim + (v - strip) * V(lanes),
-                           block->keys + k * block->key_row, block->key_row, task->head_dim,
+                           (const REAL *)block->keys.data + k * block->keys.row, block->keys.row, task->head_dim,
                            upper || lower || task->has_mask || rules ? &mask : NULL,
                            s->scores + k * V(panel) + mask.lane, s->block_max + mask.lane);
         }
@@ -262,7 +271,7 @@ static void FN(block_output)(FN(scratch) *s, const FN(panel) *panel, const FN(bl
                 visible = mha_max(visible, panel->rows[i].visible - block->first);
                 seen = mha_min(seen, panel->rows[i].first - block->first);
             }
-            FN(output_rows)(rows, (int)width, s->scores + r, block->values + col, block->value_row, runs, num_runs,
+            FN(output_rows)(rows, (int)width, s->scores + r, (const REAL *)block->values.data + col, block->values.row, runs, num_runs,
                             seen, visible, s->alpha + r, first, out + r * s->out_row + col, s->out_row);
             r += rows;
         }

@@ -12,17 +12,19 @@ typedef struct FN(scratch) {
     int64_t few_row; /* head_dim rounded up, for the few-query kernel */
     REAL *query[MHA_PANELS_TOGETHER];
     FN(state) split[MHA_PANELS_TOGETHER], total[MHA_PANELS_TOGETHER];
-    int64_t score_row;      /* keys of a block and 3 more, rounded up, for the few-query kernel */
-    REAL *scores;           /* [keys of a block][panel], or [rows][score_row] */
-    REAL *block_max;        /* [panel] */
-    REAL *alpha, *visible;  /* [panel] */
-    REAL *keys, *values;    /* a packed block */
-    REAL *mask_rows;        /* [lanes][keys of a block], converted */
-    REAL *converted;        /* [lanes][head_dim] */
-    uint16_t *bits;         /* [panel / 16][keys of a block]: a bit a query */
-    REAL *before;           /* [panel], where there is a window */
-    REAL *slope, *position; /* [panel], where there are slopes */
-    REAL *raw;              /* a tile of scores, see apply_rules */
+    int64_t score_row;                /* keys of a block and 3 more, rounded up, for the few-query kernel */
+    REAL *scores;                     /* [keys of a block][panel], or [rows][score_row] */
+    REAL *scaled;                     /* [rows][score_row]: weights times the scales of their values; NULL: none */
+    float *key_scales, *value_scales; /* [keys of a block], of keys and values in pages */
+    REAL *block_max;                  /* [panel] */
+    REAL *alpha, *visible;            /* [panel] */
+    REAL *keys, *values;              /* a packed block */
+    REAL *mask_rows;                  /* [lanes][keys of a block], converted */
+    REAL *converted;                  /* [lanes][head_dim] */
+    uint16_t *bits;                   /* [panel / 16][keys of a block]: a bit a query */
+    REAL *before;                     /* [panel], where there is a window */
+    REAL *slope, *position;           /* [panel], where there are slopes */
+    REAL *raw;                        /* a tile of scores, see apply_rules */
 } FN(scratch);
 
 /* Takes count elements from the memory, on a cache line of their own. */
@@ -66,6 +68,9 @@ static uintptr_t FN(lay_out)(FN(scratch) *s, const mha_task *task, uintptr_t mem
     s->converted = FN(take)(&memory, V(lanes) * task->head_dim);
     s->mask_rows = NULL;
     s->bits = NULL;
+    s->key_scales = task->page_len ? (float *)FN(take)(&memory, MHA_KEY_BLOCK) : NULL;
+    s->value_scales = task->page_len ? (float *)FN(take)(&memory, MHA_KEY_BLOCK) : NULL;
+    s->scaled = task->value.dtype == MHA_I8 ? FN(take)(&memory, MHA_FEW_ROWS * s->score_row) : NULL;
     if (task->has_mask && task->mask_dtype == MHA_BOOL) {
         s->bits = (uint16_t *)FN(take)(&memory, block * ((V(panel) + 15) / 16));
     } else if (task->has_mask) {

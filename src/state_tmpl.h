@@ -54,10 +54,31 @@ static int FN(sees_any)(const mha_task *task, const mha_row *row)
     return 0;
 }
 
-/* Writes factor * out to a row of the result; out may be NULL for a row of equal values. */
-static void FN(write_row)(const mha_task *task, REAL *dst, const REAL *out, REAL factor)
+/* The same as write_row into float16 or bfloat16, from a computation in float32. */
+static void FN(write_half)(const mha_task *task, uint16_t *dst, const REAL *out, REAL factor)
 {
+    for (int64_t c = 0; c < task->value_dim; c += vec_f32_lanes) {
+        int64_t cols = mha_min(task->value_dim - c, vec_f32_lanes);
+        float numbers[vec_f32_lanes] = {0};
+        uint16_t stored[vec_f32_lanes];
+        for (int64_t i = 0; i < cols; i++) numbers[i] = (float)(out ? out[c + i] * factor : factor);
+        if (task->out_dtype == MHA_F16)
+            vec_f32_store_f16(stored, vec_f32_load(numbers));
+        else
+            vec_f32_store_bf16(stored, vec_f32_load(numbers));
+        for (int64_t i = 0; i < cols; i++) dst[(c + i) * task->out_col] = stored[i];
+    }
+}
+
+/* Writes factor * out to a row of the result; out may be NULL for a row of equal values. */
+static void FN(write_row)(const mha_task *task, char *row, const REAL *out, REAL factor)
+{
+    REAL *dst = (REAL *)row;
     int64_t cols = task->value_dim;
+    if (task->out_dtype != REAL_DTYPE) {
+        FN(write_half)(task, (uint16_t *)row, out, factor);
+        return;
+    }
     if (out && task->out_col == 1) {
         VEC scale = V(set1)(factor);
         int64_t c = 0;
@@ -93,10 +114,10 @@ static void FN(finish)(const mha_task *task, const mha_row *rows, int64_t count,
         if (sum == 0) {
             /* A row whose visible scores are all -inf is 0/0; only a row that sees nothing is 0. */
             int undefined = FN(sees_any)(task, rows + r);
-            FN(write_row)(task, (REAL *)rows[r].out, NULL, undefined ? (REAL)NAN : 0);
+            FN(write_row)(task, rows[r].out, NULL, undefined ? (REAL)NAN : 0);
             if (lse) *lse = undefined ? (REAL)NAN : (REAL)-INFINITY;
         } else {
-            FN(write_row)(task, (REAL *)rows[r].out, empty ? NULL : state->out + r * out_row, empty ? 0 : alpha / sum);
+            FN(write_row)(task, rows[r].out, empty ? NULL : state->out + r * out_row, empty ? 0 : alpha / sum);
             if (lse) *lse = (REAL)(highest + log((double)sum));
         }
     }
@@ -148,6 +169,7 @@ static void FN(add_non_finite)(const mha_task *task, const mha_row *rows, int64_
                 REAL x;
                 FN(convert)(&x, value + c * task->value.col * mha_item_bytes(task->value.dtype), task->value.dtype, 1,
                             1);
+                if (task->value.scale) x *= (REAL)*mha_key_scale(task, &task->value, key);
                 if (x - x == 0) continue;
                 for (int64_t r = 0; r < count; r++)
                     if (FN(sees)(task, rows + r, key)) out[r * out_row + c] += weights[r * row_step + k * key_step] * x;

@@ -117,6 +117,49 @@ MHA_INLINE void vec_f32_transpose(vec_f32 r[8])
     UNROLL for (int i = 0; i < 8; i++) r[i] = t[i];
 }
 
+/* The first n elements, zeros behind them: there are no masked loads of so narrow ones. */
+MHA_INLINE __m128i vec_first_16(const uint16_t *p, int64_t n)
+{
+    uint16_t lanes[8] = {0};
+    for (int i = 0; i < 8; i++)
+        if (i < n) lanes[i] = p[i];
+    return _mm_loadu_si128((const __m128i *)lanes);
+}
+MHA_INLINE __m128i vec_first_8(const int8_t *p, int64_t n)
+{
+    int8_t lanes[16] = {0};
+    for (int i = 0; i < 8; i++)
+        if (i < n) lanes[i] = p[i];
+    return _mm_loadu_si128((const __m128i *)lanes);
+}
+MHA_INLINE vec_f32 vec_f32_of_bf16(__m128i a)
+{
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a), 16));
+}
+MHA_INLINE vec_f32 vec_f32_of_i8(__m128i a) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(a)); }
+MHA_INLINE vec_f32 vec_f32_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+MHA_INLINE vec_f32 vec_f32_load_f16_n(const uint16_t *p, int64_t n) { return _mm256_cvtph_ps(vec_first_16(p, n)); }
+MHA_INLINE vec_f32 vec_f32_load_bf16(const uint16_t *p) { return vec_f32_of_bf16(_mm_loadu_si128((const __m128i *)p)); }
+MHA_INLINE vec_f32 vec_f32_load_bf16_n(const uint16_t *p, int64_t n) { return vec_f32_of_bf16(vec_first_16(p, n)); }
+MHA_INLINE vec_f32 vec_f32_load_i8(const int8_t *p) { return vec_f32_of_i8(_mm_loadl_epi64((const __m128i *)p)); }
+MHA_INLINE vec_f32 vec_f32_load_i8_n(const int8_t *p, int64_t n) { return vec_f32_of_i8(vec_first_8(p, n)); }
+/* Rounded to nearest, ties to even; a NaN stays one. */
+MHA_INLINE void vec_f32_store_f16(uint16_t *p, vec_f32 a)
+{
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+MHA_INLINE void vec_f32_store_bf16(uint16_t *p, vec_f32 a)
+{
+    __m256i bits = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+    __m256 nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+    rounded = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(rounded), _mm256_castsi256_ps(quiet), nan));
+    rounded = _mm256_srli_epi32(rounded, 16);
+    _mm_storeu_si128((__m128i *)p,
+                     _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1)));
+}
+
 MHA_INLINE __m256i vec_f64_first(int64_t n)
 {
     return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3));
@@ -195,3 +238,17 @@ MHA_INLINE void vec_f64_transpose(vec_f64 r[4])
     r[2] = _mm256_permute2f128_pd(a, c, 0x31);
     r[3] = _mm256_permute2f128_pd(b, d, 0x31);
 }
+MHA_INLINE vec_f64 vec_f64_of_f16(__m128i a) { return _mm256_cvtps_pd(_mm_cvtph_ps(a)); }
+MHA_INLINE vec_f64 vec_f64_of_bf16(__m128i a)
+{
+    return _mm256_cvtps_pd(_mm_castsi128_ps(_mm_slli_epi32(_mm_cvtepu16_epi32(a), 16)));
+}
+MHA_INLINE vec_f64 vec_f64_load_f16(const uint16_t *p) { return vec_f64_of_f16(_mm_loadl_epi64((const __m128i *)p)); }
+MHA_INLINE vec_f64 vec_f64_load_f16_n(const uint16_t *p, int64_t n) { return vec_f64_of_f16(vec_first_16(p, n)); }
+MHA_INLINE vec_f64 vec_f64_load_bf16(const uint16_t *p) { return vec_f64_of_bf16(_mm_loadl_epi64((const __m128i *)p)); }
+MHA_INLINE vec_f64 vec_f64_load_bf16_n(const uint16_t *p, int64_t n) { return vec_f64_of_bf16(vec_first_16(p, n)); }
+MHA_INLINE vec_f64 vec_f64_load_i8_n(const int8_t *p, int64_t n)
+{
+    return _mm256_cvtepi32_pd(_mm_cvtepi8_epi32(vec_first_8(p, n)));
+}
+MHA_INLINE vec_f64 vec_f64_load_i8(const int8_t *p) { return vec_f64_load_i8_n(p, 4); }

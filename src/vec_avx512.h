@@ -111,6 +111,40 @@ MHA_INLINE void vec_f32_transpose(vec_f32 r[16])
     }
 }
 
+MHA_INLINE vec_f32 vec_f32_of_bf16(__m256i a)
+{
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(a), 16));
+}
+MHA_INLINE vec_f32 vec_f32_of_i8(__m128i a) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(a)); }
+MHA_INLINE vec_f32 vec_f32_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+MHA_INLINE vec_f32 vec_f32_load_f16_n(const uint16_t *p, int64_t n)
+{
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(vec_f32_first(n), p));
+}
+MHA_INLINE vec_f32 vec_f32_load_bf16(const uint16_t *p) { return vec_f32_of_bf16(_mm256_loadu_si256((const __m256i *)p)); }
+MHA_INLINE vec_f32 vec_f32_load_bf16_n(const uint16_t *p, int64_t n)
+{
+    return vec_f32_of_bf16(_mm256_maskz_loadu_epi16(vec_f32_first(n), p));
+}
+MHA_INLINE vec_f32 vec_f32_load_i8(const int8_t *p) { return vec_f32_of_i8(_mm_loadu_si128((const __m128i *)p)); }
+MHA_INLINE vec_f32 vec_f32_load_i8_n(const int8_t *p, int64_t n)
+{
+    return vec_f32_of_i8(_mm_maskz_loadu_epi8(vec_f32_first(n), p));
+}
+/* Rounded to nearest, ties to even; a NaN stays one. */
+MHA_INLINE void vec_f32_store_f16(uint16_t *p, vec_f32 a)
+{
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+MHA_INLINE void vec_f32_store_bf16(uint16_t *p, vec_f32 a)
+{
+    __m512i bits = _mm512_castps_si512(a), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+
 MHA_INLINE __mmask8 vec_f64_first(int64_t n) { return (__mmask8)((1u << n) - 1); }
 MHA_INLINE vec_f64 vec_f64_zero(void) { return _mm512_setzero_pd(); }
 MHA_INLINE vec_f64 vec_f64_set1(double x) { return _mm512_set1_pd(x); }
@@ -185,4 +219,25 @@ MHA_INLINE void vec_f64_transpose(vec_f64 r[8])
         t[i + 4] = _mm512_shuffle_f64x2(r[i], r[i + 4], 0xdd);
     }
     UNROLL for (int i = 0; i < 8; i++) r[i] = t[i];
+}
+MHA_INLINE vec_f64 vec_f64_of_bf16(__m128i a)
+{
+    return _mm512_cvtps_pd(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(a), 16)));
+}
+MHA_INLINE vec_f64 vec_f64_of_f16(__m128i a) { return _mm512_cvtps_pd(_mm256_cvtph_ps(a)); }
+MHA_INLINE vec_f64 vec_f64_of_i8(__m128i a) { return _mm512_cvtepi32_pd(_mm256_cvtepi8_epi32(a)); }
+MHA_INLINE vec_f64 vec_f64_load_f16(const uint16_t *p) { return vec_f64_of_f16(_mm_loadu_si128((const __m128i *)p)); }
+MHA_INLINE vec_f64 vec_f64_load_f16_n(const uint16_t *p, int64_t n)
+{
+    return vec_f64_of_f16(_mm_maskz_loadu_epi16(vec_f64_first(n), p));
+}
+MHA_INLINE vec_f64 vec_f64_load_bf16(const uint16_t *p) { return vec_f64_of_bf16(_mm_loadu_si128((const __m128i *)p)); }
+MHA_INLINE vec_f64 vec_f64_load_bf16_n(const uint16_t *p, int64_t n)
+{
+    return vec_f64_of_bf16(_mm_maskz_loadu_epi16(vec_f64_first(n), p));
+}
+MHA_INLINE vec_f64 vec_f64_load_i8(const int8_t *p) { return vec_f64_of_i8(_mm_loadl_epi64((const __m128i *)p)); }
+MHA_INLINE vec_f64 vec_f64_load_i8_n(const int8_t *p, int64_t n)
+{
+    return vec_f64_of_i8(_mm_maskz_loadu_epi8(vec_f64_first(n), p));
 }

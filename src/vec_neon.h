@@ -6,6 +6,7 @@
  * 2^x is 0, so results under the smallest normal number are 0.
  */
 #include <arm_neon.h>
+#include <string.h>
 
 #include "compiler.h"
 
@@ -107,6 +108,43 @@ MHA_INLINE void vec_f32_transpose(vec_f32 r[4])
     r[3] = vreinterpretq_f32_f64(vtrn2q_f64(b, d));
 }
 
+MHA_INLINE uint16x4_t vec_first_16(const uint16_t *p, int64_t n)
+{
+    uint16_t lanes[4] = {0};
+    for (int i = 0; i < 4; i++)
+        if (i < n) lanes[i] = p[i];
+    return vld1_u16(lanes);
+}
+MHA_INLINE vec_f32 vec_f32_of_f16(uint16x4_t a) { return vcvt_f32_f16(vreinterpret_f16_u16(a)); }
+MHA_INLINE vec_f32 vec_f32_of_bf16(uint16x4_t a) { return vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(a), 16)); }
+MHA_INLINE vec_f32 vec_f32_load_f16(const uint16_t *p) { return vec_f32_of_f16(vld1_u16(p)); }
+MHA_INLINE vec_f32 vec_f32_load_f16_n(const uint16_t *p, int64_t n) { return vec_f32_of_f16(vec_first_16(p, n)); }
+MHA_INLINE vec_f32 vec_f32_load_bf16(const uint16_t *p) { return vec_f32_of_bf16(vld1_u16(p)); }
+MHA_INLINE vec_f32 vec_f32_load_bf16_n(const uint16_t *p, int64_t n) { return vec_f32_of_bf16(vec_first_16(p, n)); }
+MHA_INLINE vec_f32 vec_f32_load_i8(const int8_t *p)
+{
+    int32_t four;
+    memcpy(&four, p, sizeof four);
+    int16x8_t words = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(words)));
+}
+MHA_INLINE vec_f32 vec_f32_load_i8_n(const int8_t *p, int64_t n)
+{
+    int8_t lanes[4] = {0};
+    for (int i = 0; i < 4; i++)
+        if (i < n) lanes[i] = p[i];
+    return vec_f32_load_i8(lanes);
+}
+/* Rounded to nearest, ties to even; a NaN stays one. */
+MHA_INLINE void vec_f32_store_f16(uint16_t *p, vec_f32 a) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a))); }
+MHA_INLINE void vec_f32_store_bf16(uint16_t *p, vec_f32 a)
+{
+    uint32x4_t bits = vreinterpretq_u32_f32(a), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+    uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+    uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
+    vst1_u16(p, vshrn_n_u32(vbslq_u32(vceqq_f32(a, a), rounded, quiet), 16));
+}
+
 MHA_INLINE vec_f64 vec_f64_zero(void) { return vdupq_n_f64(0); }
 MHA_INLINE vec_f64 vec_f64_set1(double x) { return vdupq_n_f64(x); }
 MHA_INLINE vec_f64 vec_f64_load(const double *p) { return vld1q_f64(p); }
@@ -183,3 +221,10 @@ MHA_INLINE void vec_f64_transpose(vec_f64 r[2])
     r[1] = vtrn2q_f64(r[0], r[1]);
     r[0] = low;
 }
+MHA_INLINE vec_f64 vec_f64_low(vec_f32 a) { return vcvt_f64_f32(vget_low_f32(a)); }
+MHA_INLINE vec_f64 vec_f64_load_f16_n(const uint16_t *p, int64_t n) { return vec_f64_low(vec_f32_load_f16_n(p, n)); }
+MHA_INLINE vec_f64 vec_f64_load_f16(const uint16_t *p) { return vec_f64_load_f16_n(p, 2); }
+MHA_INLINE vec_f64 vec_f64_load_bf16_n(const uint16_t *p, int64_t n) { return vec_f64_low(vec_f32_load_bf16_n(p, n)); }
+MHA_INLINE vec_f64 vec_f64_load_bf16(const uint16_t *p) { return vec_f64_load_bf16_n(p, 2); }
+MHA_INLINE vec_f64 vec_f64_load_i8_n(const int8_t *p, int64_t n) { return vec_f64_low(vec_f32_load_i8_n(p, n)); }
+MHA_INLINE vec_f64 vec_f64_load_i8(const int8_t *p) { return vec_f64_load_i8_n(p, 2); }

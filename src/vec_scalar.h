@@ -86,6 +86,50 @@ MHA_INLINE void vec_f32_hsum4(vec_f32 a, vec_f32 b, vec_f32 c, vec_f32 d, float 
 }
 MHA_INLINE void vec_f32_transpose(vec_f32 r[1]) { (void)r; }
 
+MHA_INLINE float vec_f32_of_bits(uint32_t bits)
+{
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+MHA_INLINE uint32_t vec_f32_bits(float x)
+{
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+MHA_INLINE vec_f32 vec_f32_load_f16(const uint16_t *p)
+{
+    uint32_t sign = (uint32_t)(*p & 0x8000) << 16, rest = (uint32_t)(*p & 0x7fff) << 13;
+    /* the exponent is 112 too small, for subnormal numbers too; the largest one stands for infinities and NaN */
+    uint32_t bits = rest < 0x1f << 23 ? vec_f32_bits(vec_f32_of_bits(rest) * 0x1p112f) : rest | 0xffu << 23;
+    return vec_f32_of_bits(sign | bits);
+}
+MHA_INLINE vec_f32 vec_f32_load_f16_n(const uint16_t *p, int64_t n) { return n > 0 ? vec_f32_load_f16(p) : 0; }
+MHA_INLINE vec_f32 vec_f32_load_bf16(const uint16_t *p) { return vec_f32_of_bits((uint32_t)*p << 16); }
+MHA_INLINE vec_f32 vec_f32_load_bf16_n(const uint16_t *p, int64_t n) { return n > 0 ? vec_f32_load_bf16(p) : 0; }
+MHA_INLINE vec_f32 vec_f32_load_i8(const int8_t *p) { return *p; }
+MHA_INLINE vec_f32 vec_f32_load_i8_n(const int8_t *p, int64_t n) { return n > 0 ? *p : 0; }
+/* Rounded to nearest, ties to even; a NaN stays one. */
+MHA_INLINE void vec_f32_store_f16(uint16_t *p, vec_f32 a)
+{
+    uint32_t sign = vec_f32_bits(a) >> 16 & 0x8000, rest = vec_f32_bits(a) & 0x7fffffff;
+    if (rest > 0x7f800000)
+        rest = 0x7e00 | (rest >> 13 & 0x3ff);
+    else if (rest >= 0x477ff000) /* 65520 is halfway to what would be the next number */
+        rest = 0x7c00;
+    else if (rest < 0x38800000) /* subnormal: 0.5 has the same last place, 2^-24 */
+        rest = vec_f32_bits(vec_f32_of_bits(rest) + 0.5f) - vec_f32_bits(0.5f);
+    else
+        rest = (rest - (112 << 23) + 0xfff + (rest >> 13 & 1)) >> 13;
+    *p = (uint16_t)(sign | rest);
+}
+MHA_INLINE void vec_f32_store_bf16(uint16_t *p, vec_f32 a)
+{
+    uint32_t bits = vec_f32_bits(a);
+    *p = (uint16_t)((a != a ? bits | 0x400000 : bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 MHA_INLINE vec_f64 vec_f64_zero(void) { return 0; }
 MHA_INLINE vec_f64 vec_f64_set1(double x) { return x; }
 MHA_INLINE vec_f64 vec_f64_load(const double *p) { return *p; }
@@ -143,3 +187,9 @@ MHA_INLINE void vec_f64_hsum4(vec_f64 a, vec_f64 b, vec_f64 c, vec_f64 d, double
     dst[3] = d;
 }
 MHA_INLINE void vec_f64_transpose(vec_f64 r[1]) { (void)r; }
+MHA_INLINE vec_f64 vec_f64_load_f16(const uint16_t *p) { return vec_f32_load_f16(p); }
+MHA_INLINE vec_f64 vec_f64_load_f16_n(const uint16_t *p, int64_t n) { return vec_f32_load_f16_n(p, n); }
+MHA_INLINE vec_f64 vec_f64_load_bf16(const uint16_t *p) { return vec_f32_load_bf16(p); }
+MHA_INLINE vec_f64 vec_f64_load_bf16_n(const uint16_t *p, int64_t n) { return vec_f32_load_bf16_n(p, n); }
+MHA_INLINE vec_f64 vec_f64_load_i8(const int8_t *p) { return *p; }
+MHA_INLINE vec_f64 vec_f64_load_i8_n(const int8_t *p, int64_t n) { return n > 0 ? *p : 0; }
