@@ -29,14 +29,29 @@ MHA_INLINE VEC FN(hide)(const int kind, VEC score, int k, int v, const FN(tile_m
     return score;
 }
 
-MHA_INLINE void FN(store_scores)(const int keys, const int vecs, const int kind, VEC acc[8][3],
+/* Steps of a sum over so many numbers: one each, or one a pair. */
+MHA_INLINE int64_t FN(steps)(int64_t count) { return PAIRS ? (count + 1) / 2 : count; }
+
+/* a * b + acc, of the two numbers in 32 bits where the kernel works on pairs. */
+MHA_INLINE VEC FN(multiply_add)(VEC a, VEC b, VEC acc)
+{
+#if PAIRS
+    return V(dot_pairs)(a, b, acc);
+#else
+    return V(fma)(a, b, acc);
+#endif
+}
+
+/* scale: what queries of pairs do not hold, for they would be rounded once more. */
+MHA_INLINE void FN(store_scores)(const int keys, const int vecs, const int kind, VEC acc[8][3], REAL scale,
                                  const FN(tile_mask) *mask, REAL *RESTRICT scores, REAL *RESTRICT max)
 {
     UNROLL for (int v = 0; v < vecs; v++) {
         VEC highest = V(load)(max + v * V(lanes));
         UNROLL for (int k = 0; k < keys; k++) {
             REAL *dst = scores + k * V(panel) + v * V(lanes);
-            VEC score = FN(hide)(kind, acc[k][v], k, v, mask, dst);
+            VEC product = PAIRS ? V(mul)(acc[k][v], V(set1)(scale)) : acc[k][v];
+            VEC score = FN(hide)(kind, product, k, v, mask, dst);
             V(store)(dst, score);
             highest = V(max)(highest, score);
         }
@@ -48,53 +63,53 @@ MHA_INLINE void FN(store_scores)(const int keys, const int vecs, const int kind,
  * hides, and max[lane] raised to them. keys, vecs: constants once inlined. query: packed strip
  * [head_dim][query_vecs * lanes]. scores: row length panel. */
 MHA_INLINE void FN(score_tile)(const int keys, const int vecs, const REAL *RESTRICT query, const REAL *RESTRICT key,
-                               int64_t key_row, int64_t head_dim, const FN(tile_mask) *mask, REAL *RESTRICT scores,
+                               int64_t key_row, int64_t steps, REAL scale, const FN(tile_mask) *mask, REAL *RESTRICT scores,
                                REAL *RESTRICT max)
 {
     VEC acc[8][3];
     UNROLL for (int k = 0; k < keys; k++) UNROLL for (int v = 0; v < vecs; v++) acc[k][v] = V(zero)();
-    for (int64_t e = 0; e < head_dim; e++) {
+    for (int64_t e = 0; e < steps; e++) {
         VEC q[3];
         UNROLL for (int v = 0; v < vecs; v++) q[v] = V(load)(query + v * V(lanes));
         UNROLL for (int k = 0; k < keys; k++) {
             VEC broadcast = V(set1)(key[k * key_row + e]);
-            UNROLL for (int v = 0; v < vecs; v++) acc[k][v] = V(fma)(broadcast, q[v], acc[k][v]);
+            UNROLL for (int v = 0; v < vecs; v++) acc[k][v] = FN(multiply_add)(broadcast, q[v], acc[k][v]);
         }
         query += V(query_vecs) * V(lanes);
     }
     if (!mask)
-        FN(store_scores)(keys, vecs, FN(plain), acc, mask, scores, max);
+        FN(store_scores)(keys, vecs, FN(plain), acc, scale, mask, scores, max);
     else if (mask->bits)
-        FN(store_scores)(keys, vecs, FN(by_bits), acc, mask, scores, max);
+        FN(store_scores)(keys, vecs, FN(by_bits), acc, scale, mask, scores, max);
     else if (mask->is_bias)
-        FN(store_scores)(keys, vecs, FN(by_bias), acc, mask, scores, max);
+        FN(store_scores)(keys, vecs, FN(by_bias), acc, scale, mask, scores, max);
     else
-        FN(store_scores)(keys, vecs, FN(by_length), acc, mask, scores, max);
+        FN(store_scores)(keys, vecs, FN(by_length), acc, scale, mask, scores, max);
 }
 
 /* vecs, then keys, to constants; what a level's tiles do not reach falls away at compile time. */
 MHA_INLINE void FN(score_vecs)(const int keys, int vecs, const REAL *query, const REAL *key, int64_t key_row,
-                               int64_t head_dim, const FN(tile_mask) *mask, REAL *scores, REAL *max)
+                               int64_t steps, REAL scale, const FN(tile_mask) *mask, REAL *scores, REAL *max)
 {
     if (V(query_vecs) >= 3 && vecs == 3)
-        FN(score_tile)(keys, 3, query, key, key_row, head_dim, mask, scores, max);
+        FN(score_tile)(keys, 3, query, key, key_row, steps, scale, mask, scores, max);
     else if (vecs == 2)
-        FN(score_tile)(keys, 2, query, key, key_row, head_dim, mask, scores, max);
+        FN(score_tile)(keys, 2, query, key, key_row, steps, scale, mask, scores, max);
     else
-        FN(score_tile)(keys, 1, query, key, key_row, head_dim, mask, scores, max);
+        FN(score_tile)(keys, 1, query, key, key_row, steps, scale, mask, scores, max);
 }
 
 MHA_NOINLINE void FN(score_keys)(int64_t keys, int vecs, const REAL *query, const REAL *key, int64_t key_row,
-                                 int64_t head_dim, const FN(tile_mask) *mask, REAL *scores, REAL *max)
+                                 int64_t steps, REAL scale, const FN(tile_mask) *mask, REAL *scores, REAL *max)
 {
     if (keys == V(key_tile))
-        FN(score_vecs)(V(key_tile), vecs, query, key, key_row, head_dim, mask, scores, max);
+        FN(score_vecs)(V(key_tile), vecs, query, key, key_row, steps, scale, mask, scores, max);
     else if (V(key_tile) > 4 && keys == 4)
-        FN(score_vecs)(4, vecs, query, key, key_row, head_dim, mask, scores, max);
+        FN(score_vecs)(4, vecs, query, key, key_row, steps, scale, mask, scores, max);
     else if (keys == 2)
-        FN(score_vecs)(2, vecs, query, key, key_row, head_dim, mask, scores, max);
+        FN(score_vecs)(2, vecs, query, key, key_row, steps, scale, mask, scores, max);
     else
-        FN(score_vecs)(1, vecs, query, key, key_row, head_dim, mask, scores, max);
+        FN(score_vecs)(1, vecs, query, key, key_row, steps, scale, mask, scores, max);
 }
 
 /* Runs of keys of a block that some row may see. */
@@ -111,14 +126,14 @@ MHA_INLINE void FN(output_tile)(const int rows, const int vecs, const REAL *REST
     VEC acc[6][4];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
     for (int n = 0; n < num_runs; n++) {
-        const REAL *row = value + runs[n].first * value_row, *weight = weights + runs[n].first * V(panel);
-        int64_t count = mha_min(runs[n].count, visible - runs[n].first);
+        int64_t first_row = FN(steps)(runs[n].first), count = FN(steps)(mha_min(runs[n].count, visible - runs[n].first));
+        const REAL *row = value + first_row * value_row, *weight = weights + first_row * V(panel);
         for (int64_t k = 0; k < count; k++) {
             VEC col[4];
             UNROLL for (int v = 0; v < vecs; v++) col[v] = V(load)(row + v * V(lanes));
             UNROLL for (int r = 0; r < rows; r++) {
                 VEC broadcast = V(set1)(weight[r]);
-                UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(fma)(broadcast, col[v], acc[r][v]);
+                UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = FN(multiply_add)(broadcast, col[v], acc[r][v]);
             }
             row += value_row;
             weight += V(panel);

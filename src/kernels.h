@@ -21,7 +21,10 @@
 static inline int64_t mha_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t mha_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t mha_divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-static inline int64_t mha_item_bytes(mha_dtype dtype) { return dtype == MHA_BOOL ? 1 : dtype == MHA_F32 ? 4 : 8; }
+static inline int64_t mha_item_bytes(mha_dtype dtype)
+{
+    return dtype == MHA_BOOL ? 1 : dtype == MHA_F32 ? 4 : dtype == MHA_F16 || dtype == MHA_BF16 ? 2 : 8;
+}
 static inline int64_t mha_round_up(int64_t n, int64_t unit) { return mha_divide_up(n, unit) * unit; }
 /* Keys or rows of the next tile where so many are left: the whole tile, or what edge tiles there are. */
 static inline int64_t mha_next_tile(int64_t left, int64_t whole)
@@ -115,8 +118,11 @@ typedef struct mha_kernels {
     void (*exp2)(const void *src, void *dst, int64_t count);
 } mha_kernels;
 
-/* One table for float32 and one for float64, indexed by mha_dtype. */
-extern const mha_kernels *const mha_kernels_scalar[2], *const mha_kernels_neon[2], *const mha_kernels_avx2[2],
-                                                                                       *const mha_kernels_avx512[2];
+enum { MHA_PAIRS = 2 };
+/* Tables for float32 and float64, indexed by mha_dtype, and one for bfloat16 in all three inputs where the level multiplies
+ * pairs of them, else NULL. */
+typedef const mha_kernels *const mha_kernel_tables[3];
+extern mha_kernel_tables mha_kernels_scalar, mha_kernels_neon, mha_kernels_avx2, mha_kernels_avx512,
+    mha_kernels_avx512_bf16;
 
 #endif

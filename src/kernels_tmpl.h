@@ -2,6 +2,7 @@
 #include "exp_tmpl.h"
 #include "scratch_tmpl.h"
 #include "gemm_tmpl.h"
+#include "pairs_tmpl.h"
 #include "pack_tmpl.h"
 #include "state_tmpl.h"
 #include "mask_tmpl.h"
