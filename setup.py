@@ -20,6 +20,7 @@ LEVELS = {
     "scalar": (None, [], []),
     "avx2": ("x86_64", AVX2, ["/arch:AVX2"]),
     "avx512": ("x86_64", AVX2 + AVX512, ["/arch:AVX512"]),
+    "avx512_bf16": ("x86_64", AVX2 + AVX512 + ["-mavx512bf16"], ["/arch:AVX512"]),
     "neon": ("aarch64", [], []),
 }
 ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}

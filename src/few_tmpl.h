@@ -263,7 +263,7 @@ static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) 
     FN(few_output)(task, s, block, state, first, careful);
     FN(run) all = {0, count};
     if (careful)
-        FN(add_non_finite)(task, task->rows, rows, block->first, &all, 1, s->scores, s->score_row, 1, state->out,
+        FN(add_non_finite)(task, task->rows, rows, block->first, &all, 1, s->scores, s->score_row, 1, 0, state->out,
                            s->out_row);
 }
 

@@ -5,14 +5,30 @@
 _Static_assert(V(key_tile) <= 8 && V(query_vecs) <= 3 && V(row_tile) <= 6 && V(col_vecs) <= 4 && V(few_rows) <= 4,
                "the accumulators below are declared for these tiles");
 
-MHA_INLINE void FN(store_scores)(const int keys, const int vecs, const int kind, VEC acc[8][3],
+/* Steps of a sum over so many numbers: one each, or one a pair. */
+MHA_INLINE int64_t FN(steps)(int64_t count) { return PAIRS ? (count + 1) / 2 : count; }
+
+/* a * b + acc, of the two numbers in 32 bits where the kernel works on pairs. */
+MHA_INLINE VEC FN(multiply_add)(VEC a, VEC b, VEC acc)
+{
+#if PAIRS
+    return V(dot_pairs)(a, b, acc);
+#else
+    return V(fma)(a, b, acc);
+#endif
+}
+
+/* Queries of pairs do not hold the scale, for they would be rounded once more. */
+MHA_INLINE VEC FN(scaled)(VEC score, REAL scale) { return PAIRS ? V(mul)(score, V(set1)(scale)) : score; }
+
+MHA_INLINE void FN(store_scores)(const int keys, const int vecs, const int kind, VEC acc[8][3], REAL scale,
                                  const FN(tile_mask) *mask, REAL *RESTRICT scores, REAL *RESTRICT max)
 {
     UNROLL for (int v = 0; v < vecs; v++) {
         VEC highest = V(load)(max + v * V(lanes));
         UNROLL for (int k = 0; k < keys; k++) {
             REAL *dst = scores + k * V(panel) + v * V(lanes);
-            VEC score = FN(hide)(kind, acc[k][v], k, v, mask, dst);
+            VEC score = FN(hide)(kind, FN(scaled)(acc[k][v], scale), k, v, mask, dst);
             V(store)(dst, score);
             highest = V(max)(highest, score);
         }
@@ -24,59 +40,59 @@ MHA_INLINE void FN(store_scores)(const int keys, const int vecs, const int kind,
  * hides, and max[lane] raised to them. keys, vecs: constants once inlined. query: packed strip
  * [head_dim][query_vecs * lanes]. scores: row length panel. */
 MHA_INLINE void FN(score_tile)(const int keys, const int vecs, const REAL *RESTRICT query, const REAL *RESTRICT key,
-                               int64_t key_row, int64_t head_dim, const FN(tile_mask) *mask, REAL *RESTRICT scores,
+                               int64_t key_row, int64_t steps, REAL scale, const FN(tile_mask) *mask, REAL *RESTRICT scores,
                                REAL *RESTRICT max)
 {
     VEC acc[8][3];
     UNROLL for (int k = 0; k < keys; k++) UNROLL for (int v = 0; v < vecs; v++) acc[k][v] = V(zero)();
-    for (int64_t e = 0; e < head_dim; e++) {
+    for (int64_t e = 0; e < steps; e++) {
         VEC q[3];
         UNROLL for (int v = 0; v < vecs; v++) q[v] = V(load)(query + v * V(lanes));
         UNROLL for (int k = 0; k < keys; k++) {
             VEC broadcast = V(set1)(key[k * key_row + e]);
-            UNROLL for (int v = 0; v < vecs; v++) acc[k][v] = V(fma)(broadcast, q[v], acc[k][v]);
+            UNROLL for (int v = 0; v < vecs; v++) acc[k][v] = FN(multiply_add)(broadcast, q[v], acc[k][v]);
         }
         query += V(query_vecs) * V(lanes);
     }
     if (!mask) {
-        FN(store_scores)(keys, vecs, FN(plain), acc, mask, scores, max);
+        FN(store_scores)(keys, vecs, FN(plain), acc, scale, mask, scores, max);
     } else if (mask->raw) {
         UNROLL for (int k = 0; k < keys; k++) UNROLL for (int v = 0; v < vecs; v++)
-            V(store)(mask->raw + (k * vecs + v) * V(lanes), acc[k][v]);
+            V(store)(mask->raw + (k * vecs + v) * V(lanes), FN(scaled)(acc[k][v], scale));
         FN(apply_rules)(keys, vecs, mask, scores, max);
     } else if (mask->bits)
-        FN(store_scores)(keys, vecs, FN(by_bits), acc, mask, scores, max);
+        FN(store_scores)(keys, vecs, FN(by_bits), acc, scale, mask, scores, max);
     else if (mask->is_bias)
-        FN(store_scores)(keys, vecs, FN(by_bias), acc, mask, scores, max);
+        FN(store_scores)(keys, vecs, FN(by_bias), acc, scale, mask, scores, max);
     else if (mask->before)
-        FN(store_scores)(keys, vecs, FN(by_window), acc, mask, scores, max);
+        FN(store_scores)(keys, vecs, FN(by_window), acc, scale, mask, scores, max);
     else
-        FN(store_scores)(keys, vecs, FN(by_length), acc, mask, scores, max);
+        FN(store_scores)(keys, vecs, FN(by_length), acc, scale, mask, scores, max);
 }
 
 /* vecs, then keys, to constants; what a level's tiles do not reach falls away at compile time. */
 MHA_INLINE void FN(score_vecs)(const int keys, int vecs, const REAL *query, const REAL *key, int64_t key_row,
-                               int64_t head_dim, const FN(tile_mask) *mask, REAL *scores, REAL *max)
+                               int64_t steps, REAL scale, const FN(tile_mask) *mask, REAL *scores, REAL *max)
 {
     if (V(query_vecs) >= 3 && vecs == 3)
-        FN(score_tile)(keys, 3, query, key, key_row, head_dim, mask, scores, max);
+        FN(score_tile)(keys, 3, query, key, key_row, steps, scale, mask, scores, max);
     else if (vecs == 2)
-        FN(score_tile)(keys, 2, query, key, key_row, head_dim, mask, scores, max);
+        FN(score_tile)(keys, 2, query, key, key_row, steps, scale, mask, scores, max);
     else
-        FN(score_tile)(keys, 1, query, key, key_row, head_dim, mask, scores, max);
+        FN(score_tile)(keys, 1, query, key, key_row, steps, scale, mask, scores, max);
 }
 
 MHA_NOINLINE void FN(score_keys)(int64_t keys, int vecs, const REAL *query, const REAL *key, int64_t key_row,
-                                 int64_t head_dim, const FN(tile_mask) *mask, REAL *scores, REAL *max)
+                                 int64_t steps, REAL scale, const FN(tile_mask) *mask, REAL *scores, REAL *max)
 {
     if (keys == V(key_tile))
-        FN(score_vecs)(V(key_tile), vecs, query, key, key_row, head_dim, mask, scores, max);
+        FN(score_vecs)(V(key_tile), vecs, query, key, key_row, steps, scale, mask, scores, max);
     else if (V(key_tile) > 4 && keys == 4)
-        FN(score_vecs)(4, vecs, query, key, key_row, head_dim, mask, scores, max);
+        FN(score_vecs)(4, vecs, query, key, key_row, steps, scale, mask, scores, max);
     else if (keys == 2)
-        FN(score_vecs)(2, vecs, query, key, key_row, head_dim, mask, scores, max);
+        FN(score_vecs)(2, vecs, query, key, key_row, steps, scale, mask, scores, max);
     else
-        FN(score_vecs)(1, vecs, query, key, key_row, head_dim, mask, scores, max);
+        FN(score_vecs)(1, vecs, query, key, key_row, steps, scale, mask, scores, max);
 }
 
 /* Runs of keys of a block that some row may see. */
@@ -94,14 +110,15 @@ MHA_INLINE void FN(output_tile)(const int rows, const int vecs, const REAL *REST
     VEC acc[6][4];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
     for (int n = 0; n < num_runs; n++) {
-        int64_t begin = mha_max(runs[n].first, seen), end = mha_min(runs[n].first + runs[n].count, visible);
+        int64_t first = mha_max(runs[n].first, seen), end = FN(steps)(mha_min(runs[n].first + runs[n].count, visible));
+        int64_t begin = PAIRS ? first / 2 : first;
         const REAL *row = value + begin * value_row, *weight = weights + begin * V(panel);
         for (int64_t k = begin; k < end; k++) {
             VEC col[4];
             UNROLL for (int v = 0; v < vecs; v++) col[v] = V(load)(row + v * V(lanes));
             UNROLL for (int r = 0; r < rows; r++) {
                 VEC broadcast = V(set1)(weight[r]);
-                UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(fma)(broadcast, col[v], acc[r][v]);
+                UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = FN(multiply_add)(broadcast, col[v], acc[r][v]);
             }
             row += value_row;
             weight += V(panel);

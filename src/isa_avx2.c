@@ -6,4 +6,4 @@
 
 #include "isa_tmpl.h"
 
-const mha_kernels *const mha_kernels_avx2[2] = {&kernels_f32, &kernels_f64};
+mha_kernel_tables mha_kernels_avx2 = {&kernels_f32, &kernels_f64, NULL};

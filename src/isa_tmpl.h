@@ -9,18 +9,31 @@
 
 #define MHA_CAT3(a, b, c) a##b##c
 #define MHA_CAT(a, b, c) MHA_CAT3(a, b, c)
-#define V(op) MHA_CAT(MHA_CAT(vec_, SUFFIX, _), op, )
-#define VEC MHA_CAT(vec_, SUFFIX, )
+#define V(op) MHA_CAT(MHA_CAT(vec_, LANES, _), op, )
+#define VEC MHA_CAT(vec_, LANES, )
 #define FN(name) MHA_CAT(name, _, SUFFIX)
 
+/* PAIRS: the panel kernel multiplies pairs of bfloat16 numbers, two neighbours of the depth or two keys in 32 bits. */
+#define PAIRS 0
 #define REAL float
+#define LANES f32
 #define SUFFIX f32
 #define REAL_DTYPE MHA_F32
 #define REAL_HIGHEST FLT_MAX
 #define EXP2_COEFFICIENTS 0x1.e974fap-10f, 0x1.277856p-7f, 0x1.c91ce6p-5f, 0x1.ebdb56p-3f, 0x1.62e4bap-1f, 1.0f
 #define TANH_COEFFICIENTS -0x1.75e1fcp-8f, 0x1.5226a8p-6f, -0x1.b83c5cp-5f, 0x1.110726p-3f, -0x1.555532p-2f
 #include "kernels_tmpl.h"
+#ifdef MHA_HAVE_PAIRS
+#undef PAIRS
+#undef SUFFIX
+#define PAIRS 1
+#define SUFFIX bf16
+#include "kernels_tmpl.h"
+#undef PAIRS
+#define PAIRS 0
+#endif
 #undef REAL
+#undef LANES
 #undef SUFFIX
 #undef REAL_DTYPE
 #undef REAL_HIGHEST
@@ -28,6 +41,7 @@
 #undef TANH_COEFFICIENTS
 
 #define REAL double
+#define LANES f64
 #define SUFFIX f64
 #define REAL_DTYPE MHA_F64
 #define REAL_HIGHEST DBL_MAX
@@ -46,6 +60,8 @@
 #undef REAL_HIGHEST
 #undef EXP2_COEFFICIENTS
 #undef TANH_COEFFICIENTS
+#undef LANES
+#undef PAIRS
 #undef FN
 #undef VEC
 #undef V

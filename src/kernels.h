@@ -139,8 +139,11 @@ typedef struct mha_kernels {
     void (*tanh)(const void *src, void *dst, int64_t count);
 } mha_kernels;
 
-/* One table for float32 and one for float64, indexed by mha_dtype. */
-extern const mha_kernels *const mha_kernels_scalar[2], *const mha_kernels_neon[2], *const mha_kernels_avx2[2],
-                                                                                       *const mha_kernels_avx512[2];
+enum { MHA_PAIRS = 2 };
+/* Tables for float32 and float64, indexed by mha_dtype, and one for bfloat16 in all three inputs where the level multiplies
+ * pairs of them, else NULL. */
+typedef const mha_kernels *const mha_kernel_tables[3];
+extern mha_kernel_tables mha_kernels_scalar, mha_kernels_neon, mha_kernels_avx2, mha_kernels_avx512,
+    mha_kernels_avx512_bf16;
 
 #endif

@@ -5,6 +5,7 @@
 #include "rules_tmpl.h"
 #include "storage_tmpl.h"
 #include "gemm_tmpl.h"
+#include "pairs_tmpl.h"
 #include "pack_tmpl.h"
 #include "state_tmpl.h"
 #include "mask_tmpl.h"

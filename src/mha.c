@@ -39,6 +39,11 @@ static const struct level {
 #else
     [MHA_ISA_AVX512] = {"avx512", NULL},
 #endif
+#ifdef MHA_HAVE_AVX512_BF16
+    [MHA_ISA_AVX512_BF16] = {"avx512_bf16", mha_kernels_avx512_bf16},
+#else
+    [MHA_ISA_AVX512_BF16] = {"avx512_bf16", NULL},
+#endif
 };
 
 static int is_level(mha_isa isa) { return (int)isa >= 0 && isa < MHA_ISA_COUNT; }
@@ -187,7 +192,9 @@ static int64_t task_splits(const mha_plan *plan)
 void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
 {
     plan->p = p;
-    plan->kernels = levels[p->isa].kernels[p->dtype];
+    int pairs = p->query.dtype == MHA_BF16 && p->key.dtype == MHA_BF16 && p->value.dtype == MHA_BF16;
+    plan->kernels = levels[p->isa].kernels[pairs ? MHA_PAIRS : p->dtype];
+    if (!plan->kernels) plan->kernels = levels[p->isa].kernels[p->dtype];
     plan->batches = 1;
     for (int64_t d = 0; d < p->lead_ndim; d++) plan->batches = mha_saturating(plan->batches, p->lead_shape[d]);
     plan->group = p->num_kv_heads ? p->num_heads / p->num_kv_heads : 0;

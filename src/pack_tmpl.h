@@ -57,27 +57,33 @@ static void FN(pack_rows)(REAL *dst, int64_t dst_row, const mha_matrix *src, int
     }
 }
 
-/* dst[e][lane] = factor * query[lane][e] for up to lanes queries, zeros in the other lanes; dst_row: its row length. */
+/* dst[e][lane] = factor * query[lane][e] for up to lanes queries, zeros in the other lanes; dst_row: its row length. Pairs are
+ * copied as they are. */
 static void FN(pack_query_lanes)(REAL *dst, int64_t dst_row, const mha_task *task, const mha_row *rows, int64_t count,
                                  REAL factor, REAL *converted)
 {
     const REAL *from[V(lanes)];
-    int64_t head_dim = task->head_dim;
+    int64_t head_dim = task->head_dim, steps = FN(steps)(head_dim);
     for (int64_t i = 0; i < V(lanes); i++) {
         from[i] = i < count ? (const REAL *)rows[i].query : NULL;
         if (!from[i]) continue;
+#if PAIRS
+        if (!FN(lies_in_pairs)(rows[i].query, task->query_col, head_dim)) {
+            FN(copy_pairs)(converted + i * steps, rows[i].query, task->query_col, head_dim);
+#else
         if (task->query_dtype != REAL_DTYPE || task->query_col != 1) {
-            FN(convert)(converted + i * head_dim, rows[i].query, task->query_dtype, task->query_col, head_dim);
-            from[i] = converted + i * head_dim;
+            FN(convert)(converted + i * steps, rows[i].query, task->query_dtype, task->query_col, head_dim);
+#endif
+            from[i] = converted + i * steps;
         }
     }
-    for (int64_t e = 0; e < head_dim; e += V(lanes)) {
-        int64_t depth = head_dim - e < V(lanes) ? head_dim - e : V(lanes);
+    for (int64_t e = 0; e < steps; e += V(lanes)) {
+        int64_t depth = steps - e < V(lanes) ? steps - e : V(lanes);
         VEC r[V(lanes)];
     UNROLL for (int i = 0; i < V(lanes); i++)
             r[i] = i >= count ? V(zero)() : depth == V(lanes) ? V(load)(from[i] + e) : V(load_n)(from[i] + e, depth);
         V(transpose)(r);
         UNROLL for (int i = 0; i < V(lanes); i++)
-            if (i < depth) V(store)(dst + (e + i) * dst_row, V(mul)(r[i], V(set1)(factor)));
+            if (i < depth) V(store)(dst + (e + i) * dst_row, PAIRS ? r[i] : V(mul)(r[i], V(set1)(factor)));
     }
 }

@@ -45,12 +45,37 @@ static mha_matrix FN(open_rows)(const mha_task *task, const mha_matrix *src, int
     return rows;
 }
 
+#if PAIRS
+/* The block for a panel of pairs: keys where they lie if they are pairs there, values packed. */
+static FN(block) FN(open_pair_block)(const mha_task *task, FN(scratch) *s, int64_t first, int64_t count, int careful)
+{
+    const char *keys = mha_key_row(task, &task->key, first);
+    int even = task->key.row % 2 == 0 && mha_even_keys(task, &task->key, first, count) == count;
+    mha_matrix packed_keys = {.data = (const char *)s->keys, .dtype = REAL_DTYPE, .row = s->few_row, .col = 1};
+    mha_matrix values = {.data = (const char *)s->values, .dtype = REAL_DTYPE, .row = s->out_row, .col = 1};
+    FN(block) block = {first, count, packed_keys, values};
+    if (even && !task->pack_keys && FN(lies_in_pairs)(keys, task->key.col, task->head_dim)) {
+        block.keys.data = keys;
+        block.keys.row = task->key.row / 2;
+    } else {
+        for (int64_t k = 0; k < count; k++)
+            FN(copy_pairs)(s->keys + k * s->few_row, mha_key_row(task, &task->key, first + k), task->key.col,
+                           task->head_dim);
+    }
+    FN(pack_value_pairs)(s->values, s->out_row, task, first, count, careful);
+    return block;
+}
+#endif
+
 /* whole_vectors: the kernel of panels, which reads whole vectors of values in the compute dtype, so rows that are none are
  * packed. careful: non-finite values are replaced by 0, see add_non_finite. */
 static FN(block)
     FN(open_block)(const mha_task *task, FN(scratch) *s, int64_t first, int64_t end, int whole_vectors, int careful)
 {
     int64_t count = end - first;
+#if PAIRS
+    if (whole_vectors) return FN(open_pair_block)(task, s, first, count, careful);
+#endif
     int keys_in_place = FN(in_place)(task, &task->key, first, count, whole_vectors);
     int values_in_place = FN(in_place)(task, &task->value, first, count, whole_vectors) && !careful &&
                           !(whole_vectors && task->value_dim % V(lanes));
@@ -140,10 +165,11 @@ static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel
             mask.before = lower ? s->before + mask.lane : NULL;
             mask.slope = task->has_slopes ? s->slope + mask.lane : NULL;
             mask.position = task->has_slopes ? s->position + mask.lane : NULL;
-            FN(score_keys)(keys, end - v, panel->query + strip * V(lanes) * task->head_dim + (v - strip) * V(lanes),
-                           (const REAL *)block->keys.data + k * block->keys.row, block->keys.row, task->head_dim,
-                           upper || lower || task->has_mask || rules ? &mask : NULL,
-                           s->scores + k * V(panel) + mask.lane, s->block_max + mask.lane);
+            FN(score_keys)(
+                keys, end - v, panel->query + strip * V(lanes) * FN(steps)(task->head_dim) + (v - strip) * V(lanes),
+                (const REAL *)block->keys.data + k * block->keys.row, block->keys.row, FN(steps)(task->head_dim),
+                (REAL)task->scale, upper || lower || task->has_mask || rules ? &mask : NULL,
+                s->scores + k * V(panel) + mask.lane, s->block_max + mask.lane);
         }
         k += keys;
     }
@@ -178,7 +204,7 @@ static void FN(open_panel)(const mha_task *task, FN(scratch) *s, int p, FN(panel
     }
     for (int v = 0; v < panel->vecs; v++) {
         int strip = v / V(query_vecs) * V(query_vecs);
-        REAL *dst = s->query[p] + strip * V(lanes) * task->head_dim + (v - strip) * V(lanes);
+        REAL *dst = s->query[p] + strip * V(lanes) * FN(steps)(task->head_dim) + (v - strip) * V(lanes);
         FN(pack_query_lanes)(dst, V(query_vecs) * V(lanes), task, panel->rows + v * V(lanes),
                              panel->num_rows - v * V(lanes) < V(lanes) ? panel->num_rows - v * V(lanes) : V(lanes),
                              (REAL)task->scale, s->converted);
@@ -215,6 +241,7 @@ static int FN(block_scores)(const mha_task *task, FN(scratch) *s, const FN(panel
     return num_runs;
 }
 
+#if !PAIRS
 MHA_INLINE VEC FN(exponential)(REAL *score, VEC m)
 {
     VEC weight = FN(exp_lanes)(V(sub)(V(load)(score), m));
@@ -238,6 +265,7 @@ MHA_INLINE VEC FN(exponentials)(REAL *scores, const FN(run) *runs, int num_runs,
     }
     return V(add)(V(add)(sum[0], sum[1]), V(add)(sum[2], sum[3]));
 }
+#endif
 
 /* Scores become weights; row_max, row_sum move on and alpha says by how much the output so far has to shrink. */
 static void FN(block_softmax)(FN(scratch) *s, const FN(panel) *panel, int64_t first, const FN(run) *runs, int num_runs,
@@ -248,8 +276,13 @@ static void FN(block_softmax)(FN(scratch) *s, const FN(panel) *panel, int64_t fi
         VEC old = V(load)(state->row_max + lane), now = V(max)(old, V(load)(s->block_max + lane));
         /* -inf - -inf is NaN: while a row has seen nothing, subtract a finite number. */
         VEC m = V(max)(now, V(set1)(-REAL_HIGHEST)), alpha = FN(exp_lanes)(V(sub)(old, m));
+#if PAIRS
+        VEC sum = FN(pair_exponentials)(s->scores + lane, runs, num_runs, panel->vec_first[v] - first,
+                                   panel->vec_visible[v] - first, m);
+#else
         VEC sum = FN(exponentials)(s->scores + lane, runs, num_runs, panel->vec_first[v] - first,
                                    panel->vec_visible[v] - first, m);
+#endif
         V(store)(s->alpha + lane, alpha);
         V(store)(state->row_max + lane, now);
         V(store)(state->row_sum + lane, V(fma)(V(load)(state->row_sum + lane), alpha, sum));
@@ -289,7 +322,7 @@ static void FN(panel_block)(const mha_task *task, FN(scratch) *s, const FN(panel
     if (!with_output) return;
     FN(block_output)(s, panel, block, runs, num_runs, !*started, state->out);
     if (careful)
-        FN(add_non_finite)(task, panel->rows, panel->num_rows, block->first, runs, num_runs, s->scores, 1, V(panel),
+        FN(add_non_finite)(task, panel->rows, panel->num_rows, block->first, runs, num_runs, s->scores, 1, V(panel), PAIRS,
                            state->out, s->out_row);
     *started = 1;
 }

@@ -155,11 +155,23 @@ static int FN(is_finite)(const FN(state) *state, int64_t rows, int64_t out_row)
     return !V(any_nan)(V(add)(V(add)(nothing[0], nothing[1]), V(add)(nothing[2], nothing[3])));
 }
 
+/* The weight of a key of the block, which pairs hold as one of two bfloat16 numbers. */
+MHA_INLINE REAL FN(weight_at)(const REAL *weights, int64_t key_step, int pairs, int64_t key)
+{
+    if (!pairs) return weights[key * key_step];
+    uint16_t halves[sizeof(REAL) / 2];
+    memcpy(halves, weights + key / 2 * key_step, sizeof halves);
+    uint32_t bits = (uint32_t)halves[key % 2] << 16;
+    float weight;
+    memcpy(&weight, &bits, sizeof weight);
+    return weight;
+}
+
 /* With the non-finite entries of the values left out of the product, adds them for the queries that see them.
- * weights[row * row_step + key * key_step] belongs to a key of the block. */
+ * weights[row * row_step + key * key_step] belongs to a key of the block, or pairs of two keys do. */
 static void FN(add_non_finite)(const mha_task *task, const mha_row *rows, int64_t count, int64_t first_key,
                                const FN(run) *runs, int num_runs, const REAL *weights, int64_t row_step,
-                               int64_t key_step, REAL *out, int64_t out_row)
+                               int64_t key_step, int pairs, REAL *out, int64_t out_row)
 {
     for (int n = 0; n < num_runs; n++)
         for (int64_t k = runs[n].first; k < runs[n].first + runs[n].count; k++) {
@@ -172,7 +184,7 @@ static void FN(add_non_finite)(const mha_task *task, const mha_row *rows, int64_
                 if (task->value.scale) x *= (REAL)*mha_key_scale(task, &task->value, key);
                 if (x - x == 0) continue;
                 for (int64_t r = 0; r < count; r++)
-                    if (FN(sees)(task, rows + r, key)) out[r * out_row + c] += weights[r * row_step + k * key_step] * x;
+                    if (FN(sees)(task, rows + r, key)) out[r * out_row + c] += FN(weight_at)(weights + r * row_step, key_step, pairs, k) * x;
             }
         }
 }

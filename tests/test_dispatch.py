@@ -72,6 +72,7 @@ NEEDS = {
     "scalar": set(),
     "avx2": {"avx", "avx2", "fma", "f16c"},
     "avx512": {"avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    "avx512_bf16": {"avx", "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
     "neon": {"asimd"},
 }
 

@@ -1,0 +1,9 @@
+/* Level avx512_bf16: the only file compiled with its instruction-set flags; exports its table and nothing more. */
+#include <math.h>
+#include <stdint.h>
+
+#include "vec_avx512_bf16.h"
+
+#include "isa_tmpl.h"
+
+mha_kernel_tables mha_kernels_avx512_bf16 = {&kernels_f32, &kernels_f64, &kernels_bf16};

@@ -1,0 +1,63 @@
+/* What a panel of bfloat16 pairs has of its own: queries and keys are pairs along the depth as they are stored, values and
+ * weights pairs of two keys. Takes PAIRS; the other kernels know one number a step.
+ */
+#if PAIRS
+/* count numbers of a bfloat16 row as pairs, a zero behind an odd one. */
+static void FN(copy_pairs)(REAL *dst, const char *src, int64_t stride, int64_t count)
+{
+    const uint16_t *from = (const uint16_t *)src;
+    uint16_t *to = (uint16_t *)dst;
+    for (int64_t i = 0; i < count; i++) to[i] = from[i * stride];
+    if (count % 2) to[count] = 0;
+}
+
+/* Whether a row of count numbers can be read as pairs where it lies. */
+MHA_INLINE int FN(lies_in_pairs)(const char *row, int64_t stride, int64_t count)
+{
+    return stride == 1 && count % 2 == 0 && (uintptr_t)row % sizeof(REAL) == 0;
+}
+
+/* dst[key / 2][col] = the values of two keys, those of a last single key with zeros. careful: what is not finite is 0. */
+static void FN(pack_value_pairs)(REAL *dst, int64_t dst_row, const mha_task *task, int64_t first, int64_t count,
+                                 int careful)
+{
+    static const uint16_t zero = 0;
+    int64_t step = task->value.col;
+    for (int64_t k = 0; k < count; k += 2, dst += dst_row) {
+        const uint16_t *low = (const uint16_t *)mha_key_row(task, &task->value, first + k);
+        const uint16_t *high = k + 1 < count ? (const uint16_t *)mha_key_row(task, &task->value, first + k + 1) : &zero;
+        int64_t high_step = k + 1 < count ? step : 0, c = 0;
+        if (step == 1 && high_step == 1 && !careful)
+            for (; c + V(lanes) <= task->value_dim; c += V(lanes)) V(store)(dst + c, V(join_pairs)(low + c, high + c));
+        for (; c < task->value_dim; c++) {
+            uint32_t pair[2] = {low[c * step], high[c * high_step]};
+            for (int i = 0; careful && i < 2; i++)
+                if ((pair[i] & 0x7f80) == 0x7f80) pair[i] = 0;
+            pair[0] |= pair[1] << 16;
+            memcpy(dst + c, pair, sizeof *dst);
+        }
+        for (; c < dst_row; c++) dst[c] = 0;
+    }
+}
+
+/* Scores of one vector of lanes become weights, rounded to pairs of keys: those of keys k and k + 1 of the block lie at k / 2.
+ * Gives the sum of what was rounded; key k belongs to the k % 4-th part. */
+MHA_INLINE VEC FN(pair_exponentials)(REAL *scores, const FN(run) *runs, int num_runs, int64_t first, int64_t visible,
+                                     VEC m)
+{
+    VEC sum[4] = {V(zero)(), V(zero)(), V(zero)(), V(zero)()};
+    for (int n = 0; n < num_runs; n++) {
+        int64_t end = runs[n].first + runs[n].count, seen = mha_min(end, visible);
+        for (int64_t k = runs[n].first; k < end; k += 4) {
+            VEC weight[4];
+    UNROLL for (int i = 0; i < 4; i++) {
+                weight[i] = k + i >= first && k + i < seen ? FN(exp_lanes)(V(sub)(V(load)(scores + (k + i) * V(panel)), m)) : V(zero)();
+                sum[i] = V(add)(sum[i], weight[i]);
+            }
+            V(store)(scores + k / 2 * V(panel), V(pack_pairs)(weight[0], weight[1]));
+            if (k + 2 < end) V(store)(scores + (k / 2 + 1) * V(panel), V(pack_pairs)(weight[2], weight[3]));
+        }
+    }
+    return V(add)(V(add)(sum[0], sum[1]), V(add)(sum[2], sum[3]));
+}
+#endif
