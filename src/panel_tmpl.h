@@ -104,7 +104,7 @@ static FN(block) FN(seen_block)(const FN(block) *block, int64_t first)
     seen.first += left_out;
     seen.count -= left_out;
     seen.keys.data += left_out * block->keys.row * mha_item_bytes(block->keys.dtype);
-    seen.values.data += left_out * block->values.row * mha_item_bytes(block->values.dtype);
+    seen.values.data += FN(steps)(left_out) * block->values.row * mha_item_bytes(block->values.dtype);
     return seen;
 }
 
