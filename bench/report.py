@@ -69,7 +69,8 @@ def table_head(contestants):
 
 
 def table_row(row, contestants):
-    return table_line(cells(row, contestants))
+    missing = row["absent"].get("mha_fast")
+    return table_line(cells(row, contestants)) + (f"   ({missing})" if missing else "")
 
 
 def summary(rows):
@@ -165,7 +166,7 @@ def bars_picture(results, rows, title, axis, value):
     rows = [row for row in rows if "mha_fast" in row["seconds"]]
     if not rows:
         return None
-    drawn, (ax,) = figure(results, title)
+    drawn, (ax,) = figure(results, title, width=max(8.0, 1.5 + 1.1 * len(rows)))
     names, width = results["contestants"], 0.8 / len(results["contestants"])
     for n, who in enumerate(names):
         heights = [value(row, who) if who in row["seconds"] else 0 for row in rows]
@@ -173,15 +174,16 @@ def bars_picture(results, rows, title, axis, value):
         drawn_bars = ax.bar(places, heights, width, color=COLOURS[who], label=label(who))
         texts = [f"{h:.1f}" if h else "n/a" for h in heights]
         ax.bar_label(drawn_bars, texts, fontsize=7)
-    ax.set_xticks(range(len(rows)), [row["name"].replace("layer-", "").replace("decode-", "") for row in rows])
+    texts = [row["name"].replace("layer-", "").replace("decode-", "").replace("-", "\n") for row in rows]
+    ax.set_xticks(range(len(rows)), texts)
     ax.set_ylabel(axis)
     return drawn, ax
 
 
 def decode_picture(results, folder):
-    rows = [row for row in results["rows"] if row["name"].startswith("decode")]
+    rows = [row for row in results["rows"] if row["name"].startswith(("decode", "cache"))]
     made = bars_picture(
-        results, rows, "Decoding, float32: K and V read", "GB/s",
+        results, rows, "Decoding, float32 where no dtype is named: K and V read", "GB/s",
         lambda row, who: row["kv_bytes"] / medians(row)[who] / 1e9,
     )  # fmt: skip
     if not made:
