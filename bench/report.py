@@ -221,14 +221,19 @@ def every_row_picture(results, folder):
     )
     others = [fastest_other(row) for row in rows]
     ratios = [medians(row)[other] / medians(row)["mha_fast"] for row, other in zip(rows, others, strict=True)]
-    bars = ax.barh(range(len(rows)), ratios, color=[COLOURS[other] for other in others], height=0.75)
+    ax.set_xscale("log")
+    lengths = [ratio - 1 for ratio in ratios]
+    bars = ax.barh(range(len(rows)), lengths, left=1, color=[COLOURS[other] for other in others], height=0.75)
     ax.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], fontsize=7, padding=2)
     ax.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=7)
     ax.set_ylim(-0.6, len(rows) - 0.4)
     ax.axvline(1, color="black", linewidth=1)
-    ax.set_xlabel("above 1: mha_fast is faster")
+    ax.set_xticks([x for x in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200) if min(ratios) / 2 < x < max(ratios) * 2])
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.minorticks_off()
+    ax.set_xlabel("right of 1: mha_fast is faster")
     for other in dict.fromkeys(others):
-        ax.barh(0, 0, color=COLOURS[other], label=f"fastest other: {label(other)}")
+        ax.barh(0, 0, left=1, color=COLOURS[other], label=f"fastest other: {label(other)}")
     ax.legend(loc="best", fontsize=8)
     return save(drawn, folder, "every_case")
 

@@ -12,6 +12,8 @@ pytest.importorskip("pytest_benchmark")
 @pytest.mark.parametrize("contestant", CONTESTANTS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_case(benchmark, case, contestant):
+    if case.dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes")
     call = CONTESTANTS[contestant](case, mha_fast.get_num_threads())
     if call is None:
         pytest.skip(f"{contestant} does not offer this case")
