@@ -27,7 +27,7 @@ from bench.report import table_head, table_row, write_report
 from bench.workers import Worker
 
 DEFAULT = [name for name in CONTESTANTS if name != "reference"]
-SECONDS = 2.7  # of a case on average, its arrays included; what long calls take beyond it, the others give
+SECONDS = 2.5  # of a case on average, its arrays included; what long calls take beyond it, the others give
 
 
 def check(case, samples):

@@ -19,7 +19,7 @@ LABELS = {"plain": "NumPy formula", "reference": "mha_fast.reference"}
 
 
 def medians(row):
-    return {name: statistics.median(times) for name, times in row["seconds"].items()}
+    return {name: statistics.median(times) for name, times in row["seconds"].items() if times}
 
 
 def rate(row, seconds):
