@@ -20,15 +20,14 @@ from pathlib import Path
 import numpy as np
 
 import mha_fast
-from bench.cases import CASES
+from bench.cases import CASES, TOLERANCE
 from bench.contestants import CONTESTANTS
 from bench.machine import Probe, environment
 from bench.report import table_head, table_row, write_report
 from bench.workers import Worker
 
-TOLERANCE = {"float32": 2e-5, "float64": 1e-12}
 DEFAULT = [name for name in CONTESTANTS if name != "reference"]
-SECONDS = 3.2  # of a case on average, its arrays included; what long calls take beyond it, the others give
+SECONDS = 2.5  # of a case on average, its arrays included; what long calls take beyond it, the others give
 
 
 def check(case, samples):
@@ -42,13 +41,14 @@ def check(case, samples):
 
 def limits_of(case, probe, threads, level):
     """The limit's parts, as measured now."""
-    count, level = case.threads or threads, case.level or level
-    return {what: probe.measure(what, count, level) for what in (("fma", "read") if case.limit == "read" else ("fma",))}
+    parts = [case.peak(level), "read"] if case.limit == "read" else [case.peak(level)]
+    return {what: probe.measure(what, threads, level) for what in parts}
 
 
 def run_case(case, workers, probe, threads, level, budget, rounds):
     """One row of the results."""
     end = time.perf_counter() + budget
+    threads, level = case.threads or threads, case.level or level
     opened = {name: worker.ask("open", case) for name, worker in workers.items()}
     row = {
         "name": case.name, "kind": case.kind, "limit": case.limit, "flops": case.flops(), "kv_bytes": case.kv_bytes(),
@@ -76,7 +76,7 @@ def run_case(case, workers, probe, threads, level, budget, rounds):
                 row["seconds"][name] += times
     limits = {what: max((x[what] for x in row["limits"] if x[what]), default=None) for what in row["limits"][0]}
     if all(limits.values()):
-        row["limit_seconds"] = case.limit_seconds(limits["fma"], limits.get("read", 1))
+        row["limit_seconds"] = case.limit_seconds(limits[case.peak(level)], limits.get("read", 1))
     return row
 
 

@@ -6,25 +6,42 @@ NumPy's own threads are those of its BLAS: whoever runs the call limits them.
 """
 
 import importlib.util
+import itertools
 import math
 
 import numpy as np
 
 import mha_fast
 import mha_fast.reference
-from mha_fast import _config
+from bench.cases import dtype_of
+from mha_fast import _config, sequences
+
+FUNCTIONS = {
+    "attention": "scaled_dot_product_attention",
+    "cache": "attention_with_kvcache",
+    "packed": "varlen_attention",
+}
+MOST_SCORES = 4e8  # of a case, for those who hold them all: 1.6 GB each time
 
 
-def plain_attention(query, key, value, mask=None):
+def plain_attention(query, key, value, mask=None, softcap=0.0):
     scores = query @ key.swapaxes(-1, -2) * query.dtype.type(1 / math.sqrt(query.shape[-1]))
+    scores = query.dtype.type(softcap) * np.tanh(scores / query.dtype.type(softcap)) if softcap else scores
     scores = scores if mask is None else scores + mask
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     return weights @ value / weights.sum(-1, keepdims=True)
 
 
 def plain(case, threads):
-    """Heads of one group stand on an axis of their own, so that key and value are not repeated."""
+    """Heads of one group stand on an axis of their own, so that key and value are not repeated.
+
+    NumPy has no products of half types, and conversions are other work; nor does it read caches of pages or integers.
+    """
+    if case.kv_dtype not in ("float32", "float64") or case.page or holds_too_much(case):
+        return None
     inputs, weights, options = case.arrays()
+    if case.kind == "packed":
+        return plain_loop(*inputs, options["cu_seqlens_q"])
     mask = case.additive_mask(options)
     if case.kind == "layer":
         (x,) = inputs
@@ -38,13 +55,30 @@ def plain(case, threads):
         return layer
     query, key, value = inputs if case.layout == "bhld" else (x.swapaxes(1, 2) for x in inputs)
     if case.layout == "blhd":
-        return lambda: plain_attention(query, key, value, mask).swapaxes(1, 2)
+        return lambda: plain_attention(query, key, value, mask, case.softcap).swapaxes(1, 2)
     if case.kv_heads == case.num_heads:
-        return lambda: plain_attention(query, key, value, mask)
+        return lambda: plain_attention(query, key, value, mask, case.softcap)
     grouped = query.reshape(case.batch, case.kv_heads, -1, case.q_len, case.head_dim)
     key, value = key[:, :, None], value[:, :, None]
     mask = None if mask is None else mask[:, :, None]
-    return lambda: plain_attention(grouped, key, value, mask).reshape(query.shape)
+    return lambda: plain_attention(grouped, key, value, mask, case.softcap).reshape(query.shape)
+
+
+def plain_loop(query, key, value, starts):
+    """Sequence by sequence: (tokens, heads, depth), of each all its keys."""
+    parts = [slice(*ends) for ends in itertools.pairwise(starts)]
+
+    def loop():
+        out = np.empty_like(query)
+        for part in parts:
+            out[part] = plain_attention(*(x[part].swapaxes(0, 1) for x in (query, key, value))).swapaxes(0, 1)
+        return out
+
+    return loop
+
+
+def holds_too_much(case):
+    return case.batch * case.num_heads * case.q_len * case.kv_len > MOST_SCORES
 
 
 def of_module(module, case):
@@ -55,7 +89,10 @@ def of_module(module, case):
             setattr(layer, name, array)
         (x,) = inputs
         return lambda: layer(x, x, x, **options)
-    return lambda: module.scaled_dot_product_attention(*inputs, **options)
+    if module is mha_fast and case.kind in ("cache", "packed"):
+        module = sequences
+    function = getattr(module, FUNCTIONS[case.kind])
+    return lambda: function(*inputs, **options)
 
 
 def fast(case, threads):
@@ -81,6 +118,8 @@ def at_level(call, level):
 
 
 def reference(case, threads):
+    if holds_too_much(case):
+        return None
     return of_module(mha_fast.reference, case)
 
 
@@ -88,6 +127,8 @@ def torch(case, threads):
     import torch
     from torch.nn.functional import scaled_dot_product_attention as attention
 
+    if case.kind == "packed" or case.cache or case.page or case.softcap:
+        return None
     torch.set_num_threads(threads)
     inputs, weights, options = case.arrays()
     lengths = torch.from_numpy(case.lengths())
@@ -106,14 +147,14 @@ def torch(case, threads):
             return layer(x, x, x, key_padding_mask=padding, need_weights=False)[0]
     else:
         blhd = case.layout == "blhd"
-        query, key, value = (torch.from_numpy(x).transpose(1, 2) if blhd else torch.from_numpy(x) for x in inputs)
-        given = {"enable_gqa": True} if "enable_gqa" in options else {}
-        if case.is_causal == "upper_left":
+        query, key, value = (tensor(x).transpose(1, 2) if blhd else tensor(x) for x in inputs)
+        given = {"enable_gqa": True} if case.kv_heads != case.num_heads else {}
+        if case.mask == "bias" or case.alibi:
+            given["attn_mask"] = torch.from_numpy(case.additive_mask(options))
+        elif case.is_causal == "upper_left" and not (case.window or case.ragged or case.mask):
             given["is_causal"] = True
-        elif case.mask:
-            given["attn_mask"] = torch.from_numpy(options["attn_mask"])
-        elif case.ragged or case.is_causal:
-            given["attn_mask"] = torch.from_numpy(case.additive_mask(options) == 0)
+        elif (visible := case.visible(options)) is not None:
+            given["attn_mask"] = torch.from_numpy(visible)
 
         def call():
             result = attention(query, key, value, **given)
@@ -121,15 +162,34 @@ def torch(case, threads):
 
     def without_gradients():
         with torch.inference_mode():
-            return call().numpy()
+            return ndarray(call())
 
     return without_gradients
+
+
+def tensor(array):
+    """The array's memory as a tensor; both libraries have bfloat16, and neither knows the other's."""
+    import torch
+
+    if array.dtype.name != "bfloat16":
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+
+
+def ndarray(tensor):
+    import torch
+
+    if tensor.dtype != torch.bfloat16:
+        return tensor.numpy()
+    return tensor.view(torch.int16).numpy().view(dtype_of("bfloat16"))
 
 
 def onnxruntime(case, threads):
     """Its MultiHeadAttention takes (batch, length, heads * depth) and has neither groups nor lower-right causal: a
     group's keys and values are repeated outside the call. A layer is its Attention and two more nodes."""
-    if case.dtype != "float32" or case.mask or case.is_causal == "lower_right":
+    if case.dtype != "float32" or case.kind not in ("attention", "layer") or case.is_causal == "lower_right":
+        return None
+    if case.mask or case.window or case.softcap or case.alibi:
         return None
     if case.ragged and case.kind != "layer":
         return None

@@ -13,7 +13,7 @@ import mha_fast
 
 HERE = Path(__file__).parent
 # Width in bytes of the vectors of a level; others have no peak of their own here.
-VECTOR_BYTES = {"scalar": 16, "neon": 16, "avx2": 32, "avx512": 64}
+VECTOR_BYTES = {"scalar": 16, "neon": 16, "avx2": 32, "avx512": 64, "avx512_bf16": 64}
 # They choose or slow the kernels of NumPy's BLAS; no run takes them over.
 NOT_TAKEN_OVER = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 
@@ -67,7 +67,10 @@ class Probe:
         )  # fmt: skip
 
     def measure(self, what, threads, level):
-        """GFLOP/s of float32 ("fma") with the vectors of a level, or GB/s ("read"); None where there is no probe."""
+        """GFLOP/s of float32 ("fma") or of pairs of bfloat16 ("dot") with the vectors of a level, or GB/s ("read").
+
+        None where there is no probe, or where its compiler lacks the instruction.
+        """
         if self.missing:
             return None
         print(what, VECTOR_BYTES.get(level, 16), threads, file=self.process.stdin, flush=True)

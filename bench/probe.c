@@ -1,10 +1,14 @@
-/* The machine's limits: arithmetic peak of float32 multiply-adds and read bandwidth. bench/machine.py compiles it for the
+/* The machine's limits: arithmetic peaks and read bandwidth. bench/machine.py compiles it for the
  * machine at hand and keeps it running. Each line of standard input is answered with one number:
  *
  *     fma BYTES THREADS     best GFLOP/s with vectors of BYTES (16, 32 or 64)
+ *     dot BYTES THREADS     the same for products of pairs of bfloat16 numbers, added in float32; 0 without an instruction
  *     read BYTES THREADS    best GB/s over memory that no cache holds
  */
 #define _DEFAULT_SOURCE
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 #include <omp.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -46,10 +50,31 @@ DEFINE_ARITHMETIC(32)
 DEFINE_ARITHMETIC(64)
 #endif
 
+#ifdef __AVX512BF16__
+/* x = x + a0 b0 + a1 b1 in each lane. */
+static void dots64(void)
+{
+    __m512 x[CHAINS];
+    __m512bh a = (__m512bh)_mm512_set1_epi16(0x3c00), b = a;
+    for (int i = 0; i < CHAINS; i++) x[i] = _mm512_setzero_ps();
+    for (long n = 0; n < STEPS; n++) {
+        _Pragma("GCC unroll 12") for (int i = 0; i < CHAINS; i++) x[i] = _mm512_dpbf16_ps(x[i], a, b);
+        __asm__ volatile("" : IN_REGISTER(a));
+    }
+    _Pragma("GCC unroll 12") for (int i = 0; i < CHAINS; i++) __asm__ volatile("" : IN_REGISTER(x[i]));
+}
+#endif
+
 typedef void arithmetic(void);
 
-static arithmetic *arithmetic_of(int bytes)
+static arithmetic *arithmetic_of(const char *what, int bytes)
 {
+    if (!strcmp(what, "dot")) {
+#ifdef __AVX512BF16__
+        if (bytes == 64) return dots64;
+#endif
+        return NULL;
+    }
 #ifdef __AVX512F__
     if (bytes == 64) return arithmetic64;
 #endif
@@ -59,14 +84,15 @@ static arithmetic *arithmetic_of(int bytes)
     return bytes == 16 ? arithmetic16 : NULL;
 }
 
-static double peak(arithmetic *loop, int bytes, int threads)
+/* `flops`: of one operation on a vector. */
+static double peak(arithmetic *loop, double flops, int threads)
 {
     double best = 0;
     for (int n = 0; n < TRIES; n++) {
         double start = omp_get_wtime();
 #pragma omp parallel num_threads(threads)
         loop();
-        double rate = 2.0 * CHAINS * STEPS * (bytes / sizeof(float)) * threads / (omp_get_wtime() - start);
+        double rate = flops * CHAINS * STEPS * threads / (omp_get_wtime() - start);
         best = rate > best ? rate : best;
     }
     return best * 1e-9;
@@ -108,8 +134,9 @@ int main(void)
 #endif
             memset(memory, 1, MEMORY);
         }
-        arithmetic *loop = arithmetic_of(bytes);
-        printf("%.2f\n", is_read ? reading(memory, threads) : loop ? peak(loop, bytes, threads) : 0);
+        arithmetic *loop = arithmetic_of(what, bytes);
+        double flops = (strcmp(what, "dot") ? 2.0 : 4.0) * bytes / sizeof(float);
+        printf("%.2f\n", is_read ? reading(memory, threads) : loop ? peak(loop, flops, threads) : 0);
         fflush(stdout);
     }
     return 0;

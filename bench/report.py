@@ -19,7 +19,7 @@ LABELS = {"plain": "NumPy formula", "reference": "mha_fast.reference"}
 
 
 def medians(row):
-    return {name: statistics.median(times) for name, times in row["seconds"].items()}
+    return {name: statistics.median(times) for name, times in row["seconds"].items() if times}
 
 
 def rate(row, seconds):
@@ -69,7 +69,8 @@ def table_head(contestants):
 
 
 def table_row(row, contestants):
-    return table_line(cells(row, contestants))
+    missing = row["absent"].get("mha_fast")
+    return table_line(cells(row, contestants)) + (f"   ({missing})" if missing else "")
 
 
 def summary(rows):
@@ -165,7 +166,7 @@ def bars_picture(results, rows, title, axis, value):
     rows = [row for row in rows if "mha_fast" in row["seconds"]]
     if not rows:
         return None
-    drawn, (ax,) = figure(results, title)
+    drawn, (ax,) = figure(results, title, width=max(8.0, 1.5 + 1.1 * len(rows)))
     names, width = results["contestants"], 0.8 / len(results["contestants"])
     for n, who in enumerate(names):
         heights = [value(row, who) if who in row["seconds"] else 0 for row in rows]
@@ -173,15 +174,16 @@ def bars_picture(results, rows, title, axis, value):
         drawn_bars = ax.bar(places, heights, width, color=COLOURS[who], label=label(who))
         texts = [f"{h:.1f}" if h else "n/a" for h in heights]
         ax.bar_label(drawn_bars, texts, fontsize=7)
-    ax.set_xticks(range(len(rows)), [row["name"].replace("layer-", "").replace("decode-", "") for row in rows])
+    texts = [row["name"].replace("layer-", "").replace("decode-", "").replace("-", "\n") for row in rows]
+    ax.set_xticks(range(len(rows)), texts)
     ax.set_ylabel(axis)
     return drawn, ax
 
 
 def decode_picture(results, folder):
-    rows = [row for row in results["rows"] if row["name"].startswith("decode")]
+    rows = [row for row in results["rows"] if row["name"].startswith(("decode", "cache"))]
     made = bars_picture(
-        results, rows, "Decoding, float32: K and V read", "GB/s",
+        results, rows, "Decoding, float32 where no dtype is named: K and V read", "GB/s",
         lambda row, who: row["kv_bytes"] / medians(row)[who] / 1e9,
     )  # fmt: skip
     if not made:
@@ -219,14 +221,19 @@ def every_row_picture(results, folder):
     )
     others = [fastest_other(row) for row in rows]
     ratios = [medians(row)[other] / medians(row)["mha_fast"] for row, other in zip(rows, others, strict=True)]
-    bars = ax.barh(range(len(rows)), ratios, color=[COLOURS[other] for other in others], height=0.75)
+    ax.set_xscale("log")
+    lengths = [ratio - 1 for ratio in ratios]
+    bars = ax.barh(range(len(rows)), lengths, left=1, color=[COLOURS[other] for other in others], height=0.75)
     ax.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], fontsize=7, padding=2)
     ax.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=7)
     ax.set_ylim(-0.6, len(rows) - 0.4)
     ax.axvline(1, color="black", linewidth=1)
-    ax.set_xlabel("above 1: mha_fast is faster")
+    ax.set_xticks([x for x in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200) if min(ratios) / 2 < x < max(ratios) * 2])
+    ax.xaxis.set_major_formatter("{x:g}")
+    ax.minorticks_off()
+    ax.set_xlabel("right of 1: mha_fast is faster")
     for other in dict.fromkeys(others):
-        ax.barh(0, 0, color=COLOURS[other], label=f"fastest other: {label(other)}")
+        ax.barh(0, 0, left=1, color=COLOURS[other], label=f"fastest other: {label(other)}")
     ax.legend(loc="best", fontsize=8)
     return save(drawn, folder, "every_case")
 

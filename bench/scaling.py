@@ -287,6 +287,9 @@ def main(arguments=None):
     chosen = [c for c in CASES if any(fnmatch.fnmatch(c.name, p) for p in args.rows.split(","))]
     # Those of one thread, of another level and of a few microseconds have no tasks to hand out here.
     chosen = [c for c in chosen if not c.threads and not c.level and c.limit != "call"]
+    # The simulation knows neither half types nor windows, packed sequences nor caches.
+    known = {"kind": ("attention", "layer"), "dtype": ("float32", "float64"), "window": (0,)}
+    chosen = [c for c in chosen if all(getattr(c, name) in values for name, values in known.items())]
     found = [row_of(case, config) for case in tqdm(chosen, unit="case", leave=False, disable=not sys.stderr.isatty())]
     balance_head = ["case", "tasks at 4 threads", "longest, µs", "sum/call", *map(str, THREADS)]
     memory_head = [
