@@ -4,7 +4,7 @@ pip install "mha_fast[plot]"
 python docs/draw_semantics.py
 
 No rule of visibility stands here: a cell is filled where the reference gives the key a weight above 0. Each file holds
-its matrices as text too (`description`), so that a test can tell whether the pictures are those of the present code.
+what it shows as text too (`descriptions`), so that a test can tell whether the pictures are those of the present code.
 """
 
 import json
@@ -152,36 +152,36 @@ def sequences():
     starts = [0, 3, 4, 7]
     return [
         Panel(
-            "varlen_attention(q, k, v,\n    [0, 3, 4, 7])",
+            "varlen_attention(q, k, v,\n[0, 3, 4, 7])",
             "three sequences, no padding",
             packed(starts, starts),
         ),
         Panel(
-            "varlen_attention(q, k, v,\n    [0, 3, 4, 7], is_causal=True)",
+            "varlen_attention(q, k, v,\n[0, 3, 4, 7], is_causal=True)",
             "lower-right in each",
             packed(starts, starts, is_causal=True),
         ),
         Panel(
-            "varlen_attention(q, k, v,\n    [0, 2, 5], [0, 4, 9], is_causal=True)",
+            "varlen_attention(q, k, v,\n[0, 2, 5], [0, 4, 9], is_causal=True)",
             "2 and 3 queries, 4 and 5 keys",
             packed([0, 2, 5], [0, 4, 9], is_causal=True),
         ),
         Panel(
-            "attention_with_kvcache(q, ..., k, v,\n    cache_seqlens=[5, 2])",
+            "attention_with_kvcache(q, ..., k, v,\ncache_seqlens=[5, 2])",
             "entry 0: tokens 5 to 7 are new",
             first,
             np.arange(3) + 5,
             first_written,
         ),
         Panel(
-            "attention_with_kvcache(q, ..., k, v,\n    cache_seqlens=[5, 2])",
+            "attention_with_kvcache(q, ..., k, v,\ncache_seqlens=[5, 2])",
             "entry 1: tokens 2 to 4 are new",
             second,
             np.arange(3) + 2,
             second_written,
         ),
         Panel(
-            "attention_with_kvcache(q, ..., k, v,\n    cache_seqlens=5, window_size=(2, 0))",
+            "attention_with_kvcache(q, ..., k, v,\ncache_seqlens=5, window_size=(2, 0))",
             "one entry",
             narrow,
             np.arange(3) + 5,
@@ -230,15 +230,27 @@ SHEETS = {
 }
 
 
-def description(panels):
-    """Matrices as text, one list of rows a panel: "#" for a key that is seen, "+" for one just written."""
+# Numbers of key/value heads that "heads" shows, for eight query heads.
+KV_HEADS = (4, 2, 1)
+
+
+def descriptions():
+    """What each picture shows, as text: of matrices the rows, "#" for a key that is seen, "+" for one just written."""
 
     def rows(panel):
         written = np.zeros(panel.seen.shape[1], bool) if panel.written is None else panel.written
-        marks = np.where(panel.seen, np.where(written, "+", "#"), ".")
-        return ["".join(row) for row in marks]
+        return ["".join(row) for row in np.where(panel.seen, np.where(written, "+", "#"), ".")]
 
-    return json.dumps([[panel.code, panel.note, rows(panel)] for panel in panels])
+    shown = {
+        name: [[panel.code, panel.note, rows(panel)] for panel in panels()] for name, (panels, _, _) in SHEETS.items()
+    }
+    shown["heads"] = {str(count): head_of(8, count).tolist() for count in KV_HEADS}
+    shown["scores"] = {
+        "softcap=30": one_score([-60, -30, 0, 30, 60], softcap=30.0).round(6).tolist(),
+        "alibi_slopes(4)": bias_by_distance(np.arange(-16, 33), 4)[:, ::16].round(6).tolist(),
+        "sinks, 8 keys": share_of_keys(np.array([-6.0, 0.0, 6.0]), 8).round(6).tolist(),
+    }
+    return {name: json.dumps(entry) for name, entry in shown.items()}
 
 
 # ---------------------------------------------------------------- drawing
@@ -279,9 +291,8 @@ def _matrix(axes, left, top, panel):
     """One matrix with its corner at (left, top), its title above."""
     q_len, kv_len = panel.seen.shape
     small = {"fontsize": 6, "color": MUTED, "family": SANS}
-    axes.text(
-        left, top - 2.4, panel.code, va="baseline", ha="left", fontsize=7.6, color=TEXT, family=MONO, linespacing=1.25
-    )
+    style = {"va": "baseline", "fontsize": 7.6, "color": TEXT, "family": MONO, "linespacing": 1.25}
+    axes.text(left, top - 2.4, panel.code, **style)
     axes.text(left, top - 1.4, panel.note, va="baseline", ha="left", fontsize=7.2, color=MUTED, family=SANS)
     for j in range(kv_len):
         axes.text(left + j + 0.5, top - 0.25, str(j), va="bottom", ha="center", **small)
@@ -305,7 +316,6 @@ def _matrix(axes, left, top, panel):
             va="center",
             fontsize=7.2,
             color=NOTHING,
-            weight="bold",
             family=SANS,
         )
 
@@ -349,7 +359,7 @@ def _legend(axes, y, panels):
         axes.text(x, y, text, va="center", ha="left", fontsize=7, color=MUTED, family=SANS)
         x += gap + len(text) * LEGEND_WIDTH / CELL
 
-    entry("row: query i,  column: key j", 1.8)
+    entry("row: query i, column: key j", 1.8)
     signs = [(SEEN, "is seen"), (HIDDEN, "is not")]
     if any(panel.written is not None for panel in panels):
         signs.insert(1, (WRITTEN, "is seen, written by this call"))
@@ -363,9 +373,9 @@ def _legend(axes, y, panels):
         x += 1.3
         entry("position i + offset")
     if any((~panel.seen.any(axis=1)).any() for panel in panels):
-        axes.text(x, y, "0", va="center", fontsize=7.2, color=NOTHING, weight="bold", family=SANS)
+        axes.text(x, y, "0", va="center", fontsize=7.2, color=NOTHING, family=SANS)
         x += 0.8
-        entry("sees no key: the result is 0")
+        entry("sees no key")
 
 
 def heads():
@@ -375,11 +385,11 @@ def heads():
 
     figure = Figure(figsize=(7.4, 1.75), facecolor="white")
     style = {"boxstyle": "round,pad=0,rounding_size=0.12", "edgecolor": "none"}
-    for panel, (count, title) in enumerate(((4, "num_kv_heads=4"), (2, "num_kv_heads=2"), (1, "num_kv_heads=1"))):
+    for panel, count in enumerate(KV_HEADS):
         axes = figure.add_axes((0.085 + panel * 0.308, 0.03, 0.29, 0.78))
         axes.set(xlim=(0, 8), ylim=(0, 3.1))
         axes.set_axis_off()
-        axes.set_title(title, fontsize=7.6, color=TEXT, family=MONO, loc="left", pad=4)
+        axes.set_title(f"num_kv_heads={count}", fontsize=7.6, color=TEXT, family=MONO, loc="left", pad=4)
         used = head_of(8, count)
         for head in range(count):
             members, colour = np.flatnonzero(used == head), HEAD_COLOURS[head]
@@ -456,16 +466,12 @@ def draw(folder=FOLDER, suffix=".svg"):
         "axes.unicode_minus": False,
     }
     folder.mkdir(exist_ok=True)
+    described = descriptions()
     with matplotlib.rc_context(settings):
-        for name, (panels, columns, signs) in SHEETS.items():
-            _save(sheet(panels(), columns, signs), folder / (name + suffix), description(panels()))
-        _save(heads(), folder / ("heads" + suffix), None)
-        _save(curves(), folder / ("scores" + suffix), None)
-
-
-def _save(figure, path, text):
-    metadata = {"Date": None, "Creator": None, "Description": text} if path.suffix == ".svg" else None
-    figure.savefig(path, metadata=metadata, dpi=200)
+        figures = {name: sheet(panels(), columns, signs) for name, (panels, columns, signs) in SHEETS.items()}
+        for name, figure in (figures | {"heads": heads(), "scores": curves()}).items():
+            metadata = {"Date": None, "Creator": None, "Description": described[name]} if suffix == ".svg" else None
+            figure.savefig(folder / (name + suffix), metadata=metadata, dpi=200)
 
 
 if __name__ == "__main__":
