@@ -29,7 +29,7 @@ CODE_WIDTH, LEGEND_WIDTH = 0.0636, 0.049
 
 
 class Panel(NamedTuple):
-    """Who sees whom in one call."""
+    """Who sees whom in one call. Positions are what the note says, for the eye; the matrix is the reference's."""
 
     code: str  # what the caller wrote
     note: str
@@ -68,29 +68,15 @@ def windows():
     def panel(code, note, q_len, kv_len, offset, **options):
         return Panel(code, note, seen(q_len, kv_len, **options)[0], np.arange(q_len) + offset)
 
+    given, lower = {"is_causal": True, "q_offset": 3}, {"is_causal": "lower_right"}
     return [
         panel("window_size=(2, 1)", "2 back, itself, 1 ahead", 7, 7, 0, window_size=(2, 1)),
         panel("window_size=(2, -1)", "2 back, all ahead", 7, 7, 0, window_size=(2, -1)),
         panel("window_size=(0, 0)", "itself alone", 7, 7, 0, window_size=(0, 0)),
         panel("window_size=(2, 1), q_offset=3", "counted from i + 3", 4, 9, 3, window_size=(2, 1), q_offset=3),
+        panel("window_size=(2, 1),\nis_causal=True, q_offset=3", "nothing ahead", 4, 9, 3, window_size=(2, 1), **given),
         panel(
-            "window_size=(2, 1),\nis_causal=True, q_offset=3",
-            "nothing ahead",
-            4,
-            9,
-            3,
-            window_size=(2, 1),
-            is_causal=True,
-            q_offset=3,
-        ),
-        panel(
-            'window_size=(2, -1),\nis_causal="lower_right"',
-            "offset 9 - 4 = 5",
-            4,
-            9,
-            5,
-            window_size=(2, -1),
-            is_causal="lower_right",
+            'window_size=(2, -1),\nis_causal="lower_right"', "offset 9 - 4 = 5", 4, 9, 5, window_size=(2, -1), **lower
         ),
     ]
 
@@ -228,8 +214,6 @@ SHEETS = {
     "combined": (combined, 5, " ∩∩∩="),
     "sequences": (sequences, 3, ""),
 }
-
-
 # Numbers of key/value heads that "heads" shows, for eight query heads.
 KV_HEADS = (4, 2, 1)
 
