@@ -38,13 +38,9 @@ MHA_INLINE void FN(score_tile)(const int keys, const int vecs, const REAL *RESTR
         }
         query += V(query_vecs) * V(lanes);
     }
-    if (!mask) {
+    if (!mask)
         FN(store_scores)(keys, vecs, FN(plain), acc, mask, scores, max);
-    } else if (mask->raw) {
-        UNROLL for (int k = 0; k < keys; k++) UNROLL for (int v = 0; v < vecs; v++)
-            V(store)(mask->raw + (k * vecs + v) * V(lanes), acc[k][v]);
-        FN(apply_rules)(keys, vecs, mask, scores, max);
-    } else if (mask->bits)
+    else if (mask->bits)
         FN(store_scores)(keys, vecs, FN(by_bits), acc, mask, scores, max);
     else if (mask->is_bias)
         FN(store_scores)(keys, vecs, FN(by_bias), acc, mask, scores, max);

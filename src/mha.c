@@ -213,7 +213,7 @@ typedef struct place {
     int64_t batch, head, first_row;
 } place;
 
-/* A batch entry's lengths and offset; NULL where there is none. */
+/* What decides, masks aside, which keys the queries of a batch entry see; NULL where there is none. */
 typedef struct ranges {
     const int64_t *length, *offset;
 } ranges;
@@ -226,67 +226,94 @@ static ranges open_ranges(const mha_params *p, int64_t batch)
     return ranges;
 }
 
-/* The keys that query i may see, masks aside. In a window a row that sees none begins behind all keys: it widens no range. */
-static void set_range(const mha_params *p, mha_row *row, const ranges *ranges, int64_t i)
+/* The keys that query i may see. In a window a row that sees none begins behind all keys: so it widens no range. */
+static inline void set_range(const mha_params *p, mha_row *row, const ranges *ranges, int64_t i)
 {
-    int64_t visible = ranges->length ? mha_min(mha_max(ranges->length[i * p->lengths.row], 0), p->kv_len) : p->kv_len;
+    int64_t visible = p->kv_len, right = right_side(p);
+    if (ranges->length) visible = mha_min(mha_max(ranges->length[i * p->lengths.row], 0), visible);
     row->visible = visible;
     if (!ranges->offset) return;
-    int64_t position = i + *ranges->offset, left = p->window_left, right = right_side(p);
+    int64_t position = i + *ranges->offset;
     /* distances, for a position plus a window may leave int64 */
     if (right >= 0 && visible - 1 - position > right) row->visible = mha_max(position + right + 1, 0);
     row->position = position;
-    if (left < 0) return;
-    row->first = mha_max(position - left, 0);
+    if (p->window_left < 0) return;
+    row->first = mha_max(position - p->window_left, 0);
     if (row->first < row->visible) return;
     row->first = p->kv_len;
     row->visible = 0;
 }
 
-/* One pointer of each row; an absent array has left it NULL for all tasks. chosen: the queries of the rows, NULL where row n
- * of the array belongs to the n-th. */
-static void fill_pointers(const mha_plan *plan, mha_task *task, size_t field, const mha_array *a, place place,
-                          const int64_t *chosen)
+/* The ranges of a task's rows and what they span. */
+static void fill_ranges(const mha_plan *plan, mha_task *task, const place *place, const int64_t *chosen)
 {
-    if (!a->data) return;
-    int64_t item = mha_item_bytes(a->dtype), head_step = a->head * item, row_step = a->row * item;
-    int64_t n = place.first_row / plan->group, member = place.first_row % plan->group;
-    char *head = at(a, lead_offset(plan->p, a, place.batch) + place.head * plan->group * a->head);
+    const mha_params *p = plan->p;
+    ranges ranges = open_ranges(p, place->batch);
+    if (!ranges.length && !ranges.offset) {
+        for (int64_t r = 0; r < task->num_rows; r++) task->rows[r].visible = p->kv_len;
+        task->first = 0;
+        task->visible = p->kv_len;
+        return;
+    }
+    int64_t n = place->first_row / plan->group, member = place->first_row % plan->group;
+    int64_t first = p->kv_len, visible = 0;
     for (int64_t r = 0; r < task->num_rows; r++) {
-        *(char **)((char *)(task->rows + r) + field) = head + (chosen ? chosen[n] : n) * row_step + member * head_step;
+        mha_row *row = task->rows + r;
+        set_range(p, row, &ranges, chosen ? chosen[n] : n);
+        first = mha_min(first, row->first);
+        visible = mha_max(visible, row->visible);
         if (++member == plan->group) {
             member = 0;
             n++;
         }
+    }
+    task->first = first;
+    task->visible = visible;
+}
+
+/* One pointer of each row; an absent array has left it NULL for all tasks. */
+static void fill_pointers(const mha_plan *plan, mha_task *task, size_t field, const mha_array *a, const place *place)
+{
+    if (!a->data) return;
+    int64_t item = mha_item_bytes(a->dtype), i = place->first_row / plan->group,
+            member = place->first_row % plan->group;
+    int64_t head_step = a->head * item, row_step = a->row * item - (plan->group - 1) * head_step;
+    int64_t head = place->head * plan->group + member;
+    char *row = at(a, lead_offset(plan->p, a, place->batch) + head * a->head + i * a->row);
+    for (int64_t r = 0; r < task->num_rows; r++) {
+        *(char **)((char *)(task->rows + r) + field) = row;
+        int last = ++member == plan->group;
+        row += last ? row_step : head_step;
+        if (last) member = 0;
+    }
+}
+
+/* The n-th rows become those of the n-th chosen query, for their weights. */
+static void choose_queries(const mha_plan *plan, mha_task *task, const place *place, const int64_t *chosen)
+{
+    const mha_params *p = plan->p;
+    for (int64_t r = 0; r < task->num_rows; r++) {
+        int64_t n = (place->first_row + r) / plan->group, further = chosen[n] - n;
+        task->rows[r].query += further * p->query.row * mha_item_bytes(p->query.dtype);
+        if (p->mask.data) task->rows[r].mask += further * p->mask.row * mha_item_bytes(p->mask.dtype);
     }
 }
 
 /* rows: of the key/value head in this phase. The queries of a group lie next to each other, so that a panel's positions, and
  * with them the keys that it sees, are close together. */
-static void fill_rows(const mha_plan *plan, mha_task *task, place place, int64_t rows, const int64_t *chosen)
+static void fill_rows(const mha_plan *plan, mha_task *task, const place *place, int64_t rows, const int64_t *chosen)
 {
     const mha_params *p = plan->p;
-    ranges ranges = open_ranges(p, place.batch);
-    int64_t n = place.first_row / plan->group, member = place.first_row % plan->group;
-    task->num_rows = mha_min(rows - place.first_row, plan->rows_per_task);
-    task->first = p->kv_len;
-    task->visible = 0;
-    fill_pointers(plan, task, offsetof(mha_row, query), &p->query, place, chosen);
-    fill_pointers(plan, task, offsetof(mha_row, mask), &p->mask, place, chosen);
-    fill_pointers(plan, task, offsetof(mha_row, slope), &p->slopes, place, NULL);
-    fill_pointers(plan, task, offsetof(mha_row, sink), &p->sinks, place, NULL);
-    fill_pointers(plan, task, offsetof(mha_row, out), &p->out, place, chosen);
-    fill_pointers(plan, task, offsetof(mha_row, lse), &p->lse, place, chosen);
-    fill_pointers(plan, task, offsetof(mha_row, weights), &p->weights, place, NULL);
-    for (int64_t r = 0; r < task->num_rows; r++) {
-        set_range(p, task->rows + r, &ranges, chosen ? chosen[n] : n);
-        task->first = mha_min(task->first, task->rows[r].first);
-        task->visible = mha_max(task->visible, task->rows[r].visible);
-        if (++member == plan->group) {
-            member = 0;
-            n++;
-        }
-    }
+    task->num_rows = mha_min(rows - place->first_row, plan->rows_per_task);
+    fill_pointers(plan, task, offsetof(mha_row, query), &p->query, place);
+    fill_pointers(plan, task, offsetof(mha_row, mask), &p->mask, place);
+    fill_pointers(plan, task, offsetof(mha_row, slope), &p->slopes, place);
+    fill_pointers(plan, task, offsetof(mha_row, sink), &p->sinks, place);
+    fill_pointers(plan, task, offsetof(mha_row, out), &p->out, place);
+    fill_pointers(plan, task, offsetof(mha_row, lse), &p->lse, place);
+    fill_pointers(plan, task, offsetof(mha_row, weights), &p->weights, place);
+    if (chosen) choose_queries(plan, task, place, chosen);
+    fill_ranges(plan, task, place, chosen);
 }
 
 static place place_of(const mha_plan *plan, int64_t head, int64_t first_row)
@@ -309,17 +336,17 @@ static place locate(const mha_plan *plan, int64_t t)
     return place_of(plan, head, (plan->row_tasks - 1 - group) * plan->rows_per_task);
 }
 
-static char *head_rows(const mha_params *p, const mha_array *a, place place)
+static char *head_rows(const mha_params *p, const mha_array *a, const place *place)
 {
-    return at(a, lead_offset(p, a, place.batch) + place.head * a->head);
+    return at(a, lead_offset(p, a, place->batch) + place->head * a->head);
 }
 
-static void open_task(const mha_plan *plan, mha_task *task, place place, int64_t rows, const int64_t *chosen)
+static void open_task(const mha_plan *plan, mha_task *task, const place *place, int weights)
 {
     const mha_params *p = plan->p;
     task->key.data = head_rows(p, &p->key, place);
     task->value.data = head_rows(p, &p->value, place);
-    fill_rows(plan, task, place, rows, chosen);
+    fill_rows(plan, task, place, weights ? weight_rows(plan) : plan->rows, weights ? p->weight_rows : NULL);
     task->split_begin = task->first / MHA_KEY_SPLIT;
     task->split_end = mha_divide_up(task->visible, MHA_KEY_SPLIT);
     task->state = NULL;
@@ -332,7 +359,7 @@ static mha_ahead ahead_rows(const mha_array *a, const char *head, int64_t first,
 }
 
 /* Rows of the keys and values of a head. */
-static void ask_for_keys(const mha_params *p, mha_task *task, place place, int64_t first, int64_t last)
+static void ask_for_keys(const mha_params *p, mha_task *task, const place *place, int64_t first, int64_t last)
 {
     task->ahead[0] = ahead_rows(&p->key, head_rows(p, &p->key, place), first, last, p->head_dim);
     task->ahead[1] = ahead_rows(&p->value, head_rows(p, &p->value, place), first, last, p->value_dim);
@@ -349,22 +376,22 @@ static void look_ahead(const mha_plan *plan, mha_task *task, int64_t t)
         place place = locate(plan, next);
         int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows) - 1;
         ranges ranges = open_ranges(p, place.batch);
-        mha_row lowest, highest;
+        mha_row lowest = {0}, highest = {0};
         set_range(p, &lowest, &ranges, place.first_row / plan->group);
         set_range(p, &highest, &ranges, last / plan->group);
-        ask_for_keys(p, task, place, lowest.first, highest.visible);
+        ask_for_keys(p, task, &place, lowest.first, highest.visible);
     } else if (p->window_left < 0 && next_head < plan->tasks) {
-        ask_for_keys(p, task, locate(plan, next_head), p->kv_len * share / plan->row_tasks,
-                     p->kv_len * (share + 1) / plan->row_tasks);
+        place place = locate(plan, next_head);
+        ask_for_keys(p, task, &place, p->kv_len * share / plan->row_tasks, p->kv_len * (share + 1) / plan->row_tasks);
     }
     if (next < plan->tasks && plan->group == 1) {
         place place = locate(plan, next);
         int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows);
-        task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, place), place.first_row, last, p->head_dim);
+        task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, &place), place.first_row, last, p->head_dim);
         if (p->mask.data)
-            task->ahead[4] = ahead_rows(&p->mask, head_rows(p, &p->mask, place), place.first_row, last,
+            task->ahead[4] = ahead_rows(&p->mask, head_rows(p, &p->mask, &place), place.first_row, last,
                                         mha_min(p->kv_len, MHA_KEY_BLOCK));
-        task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, place), place.first_row, last, p->value_dim);
+        task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, &place), place.first_row, last, p->value_dim);
     }
 }
 
@@ -407,15 +434,13 @@ void mha_attention_task(const void *of, int phase, int64_t t, int thread)
     mha_task *task = thread_task(plan, thread);
     char *scratch = thread_scratch(plan, thread);
     int splitting = phase == ATTEND && plan->split_tasks;
+    place place = phase == WEIGHTS
+                      ? place_of(plan, t / plan->weight_row_tasks, t % plan->weight_row_tasks * plan->rows_per_task)
+                      : locate(plan, splitting ? t / plan->splits : t);
+    open_task(plan, task, &place, phase == WEIGHTS);
     if (phase == WEIGHTS) {
-        int64_t first_row = t % plan->weight_row_tasks * plan->rows_per_task;
-        open_task(plan, task, place_of(plan, t / plan->weight_row_tasks, first_row), weight_rows(plan),
-                  plan->p->weight_rows);
         plan->kernels->panel_weights(task, scratch);
-        return;
-    }
-    open_task(plan, task, locate(plan, splitting ? t / plan->splits : t), plan->rows, NULL);
-    if (phase == MERGE) {
+    } else if (phase == MERGE) {
         plan->kernels->merge(task, plan->states + t * plan->splits * plan->state_bytes, scratch);
     } else {
         if (!plan->split_tasks && !plan->few) look_ahead(plan, task, t);
