@@ -155,7 +155,7 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
     int64_t head_bytes = p->head_dim * mha_item_bytes(p->key.dtype) + p->value_dim * mha_item_bytes(p->value.dtype);
     int64_t panels = plan->few ? 1 : mha_divide_up(plan->rows, tiles.panel);
     plan->heads = mha_saturating(plan->batches, p->num_kv_heads);
-    int shares = packs || (mha_saturating(p->kv_len, head_bytes) >= MHA_CACHE_BYTES &&
+    int shares = packs || (mha_saturating(window_keys(p), head_bytes) >= MHA_CACHE_BYTES &&
                            mha_saturating(plan->heads, panels) >= 8 * MHA_PANELS_TOGETHER * (int64_t)threads);
     int64_t together = shares && !plan->few ? mha_min(panels, MHA_PANELS_TOGETHER) : 1;
     plan->rows_per_task = plan->few ? mha_max(plan->rows, 1) : mha_min(mha_max(plan->rows, 1), together * tiles.panel);
@@ -377,9 +377,12 @@ static void look_ahead(const mha_plan *plan, mha_task *task, int64_t t)
         int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows) - 1;
         ranges ranges = open_ranges(p, place.batch);
         mha_row lowest = {0}, highest = {0};
+        int is_next_head = next / plan->row_tasks != t / plan->row_tasks;
         set_range(p, &lowest, &ranges, place.first_row / plan->group);
         set_range(p, &highest, &ranges, last / plan->group);
-        ask_for_keys(p, task, &place, lowest.first, highest.visible);
+        /* the rest is this task's own where it is the same head */
+        int64_t end = is_next_head ? highest.visible : mha_min(highest.visible, task->first);
+        ask_for_keys(p, task, &place, lowest.first, end);
     } else if (p->window_left < 0 && next_head < plan->tasks) {
         place place = locate(plan, next_head);
         ask_for_keys(p, task, &place, p->kv_len * share / plan->row_tasks, p->kv_len * (share + 1) / plan->row_tasks);
