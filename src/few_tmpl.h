@@ -163,6 +163,16 @@ static void FN(few_mask)(const mha_task *task, FN(scratch) *s, const mha_row *ro
         V(store)(scores + k, V(add_bias)(V(load)(scores + k), V(load)(s->mask_rows + k)));
 }
 
+/* All that is done to the scores of one row but for the keys behind the last visible one. */
+MHA_NOINLINE void FN(few_adjust)(const mha_task *task, FN(scratch) *s, const mha_row *row, int64_t first, int64_t count,
+                                 REAL *scores)
+{
+    if (task->softcap != 0 || task->has_slopes) FN(few_rules)(task, row, first, count, scores);
+    if (task->has_mask) FN(few_mask)(task, s, row, first, count, scores);
+    if (task->has_window)
+        for (int64_t k = 0; k < mha_min(row->first - first, count); k++) scores[k] = (REAL)-INFINITY;
+}
+
 /* Hides the keys of a block at or beyond visible, the padding of the last vector too, and gives the largest score. The
  * vectors are stored whole: small stores would hold up the loads of the next pass. */
 static REAL FN(few_max)(REAL *scores, int64_t visible, int64_t count)
@@ -250,13 +260,11 @@ static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) 
 {
     int64_t rows = task->num_rows, count = block->count;
     REAL block_max[MHA_FEW_ROWS + V(lanes)];
+    int adjusts = task->has_mask || task->has_window || task->has_slopes || task->softcap != 0;
     FN(few_scores)(task, s, block);
     for (int64_t r = 0; r < rows; r++) {
         REAL *scores = s->scores + r * s->score_row;
-        if (task->softcap != 0 || task->has_slopes)
-            FN(few_rules)(task, task->rows + r, block->first, count, scores);
-        if (task->has_mask) FN(few_mask)(task, s, task->rows + r, block->first, count, scores);
-        for (int64_t k = 0; k < mha_min(task->rows[r].first - block->first, count); k++) scores[k] = (REAL)-INFINITY;
+        if (adjusts) FN(few_adjust)(task, s, task->rows + r, block->first, count, scores);
         block_max[r] = FN(few_max)(scores, mha_min(task->rows[r].visible - block->first, count), count);
     }
     FN(few_softmax)(s, rows, count, block_max, state);

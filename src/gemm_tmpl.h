@@ -54,13 +54,9 @@ MHA_INLINE void FN(score_tile)(const int keys, const int vecs, const REAL *RESTR
         }
         query += V(query_vecs) * V(lanes);
     }
-    if (!mask) {
+    if (!mask)
         FN(store_scores)(keys, vecs, FN(plain), acc, scale, mask, scores, max);
-    } else if (mask->raw) {
-        UNROLL for (int k = 0; k < keys; k++) UNROLL for (int v = 0; v < vecs; v++)
-            V(store)(mask->raw + (k * vecs + v) * V(lanes), FN(scaled)(acc[k][v], scale));
-        FN(apply_rules)(keys, vecs, mask, scores, max);
-    } else if (mask->bits)
+    else if (mask->bits)
         FN(store_scores)(keys, vecs, FN(by_bits), acc, scale, mask, scores, max);
     else if (mask->is_bias)
         FN(store_scores)(keys, vecs, FN(by_bias), acc, scale, mask, scores, max);

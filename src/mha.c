@@ -210,7 +210,7 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
     int64_t head_bytes = p->head_dim * mha_item_bytes(p->key.dtype) + p->value_dim * mha_item_bytes(p->value.dtype);
     int64_t panels = plan->few ? 1 : mha_divide_up(plan->rows, tiles.panel);
     plan->heads = mha_saturating(plan->batches, p->num_kv_heads);
-    int shares = packs || (mha_saturating(p->kv_len, head_bytes) >= MHA_CACHE_BYTES &&
+    int shares = packs || (mha_saturating(window_keys(p), head_bytes) >= MHA_CACHE_BYTES &&
                            mha_saturating(plan->heads, panels) >= 8 * MHA_PANELS_TOGETHER * (int64_t)threads);
     int64_t together = shares && !plan->few ? mha_min(panels, MHA_PANELS_TOGETHER) : 1;
     plan->rows_per_task = plan->few ? mha_max(plan->rows, 1) : mha_min(mha_max(plan->rows, 1), together * tiles.panel);
@@ -271,7 +271,7 @@ typedef struct place {
     int64_t batch, head, first_row;
 } place;
 
-/* A batch entry's keys, and its lengths and offset, NULL where there is none. */
+/* What decides, masks aside, which keys the queries of a batch entry see; NULL where there is none. */
 typedef struct ranges {
     int64_t keys;
     const int64_t *length, *offset;
@@ -285,70 +285,95 @@ static ranges open_ranges(const mha_params *p, int64_t batch)
     return ranges;
 }
 
-/* The keys that query i may see, masks aside. In a window a row that sees none begins behind all keys: it widens no range. */
-static void set_range(const mha_params *p, mha_row *row, const ranges *ranges, int64_t i)
+/* The keys that query i may see. In a window a row that sees none begins behind all keys: so it widens no range. */
+static inline void set_range(const mha_params *p, mha_row *row, const ranges *ranges, int64_t i)
 {
-    int64_t visible = ranges->keys;
+    int64_t visible = ranges->keys, right = right_side(p);
     if (ranges->length) visible = mha_min(mha_max(ranges->length[i * p->lengths.row], 0), visible);
     row->visible = visible;
     if (!ranges->offset) return;
-    int64_t position = i + *ranges->offset, left = p->window_left, right = right_side(p);
+    int64_t position = i + *ranges->offset;
     /* distances, for a position plus a window may leave int64 */
     if (right >= 0 && visible - 1 - position > right) row->visible = mha_max(position + right + 1, 0);
     row->position = position;
-    if (left < 0) return;
-    row->first = mha_max(position - left, 0);
+    if (p->window_left < 0) return;
+    row->first = mha_max(position - p->window_left, 0);
     if (row->first < row->visible) return;
     row->first = p->kv_len;
     row->visible = 0;
 }
 
-/* One pointer of each row; an absent array has left it NULL for all tasks. chosen: the queries of the rows, NULL where row n
- * of the array belongs to the n-th. */
-static void fill_pointers(const mha_plan *plan, mha_task *task, size_t field, const mha_array *a, place place,
-                          const int64_t *chosen)
+/* The ranges of a task's rows and what they span. */
+static void fill_ranges(const mha_plan *plan, mha_task *task, const place *place, const int64_t *chosen)
 {
-    if (!a->data) return;
-    int64_t item = mha_item_bytes(a->dtype), head_step = a->head * item, row_step = a->row * item;
-    int64_t n = place.first_row / plan->group, member = place.first_row % plan->group;
-    int64_t begin = plan->p->q_starts ? plan->p->q_starts[place.batch] : 0;
-    char *head = at(a, lead_offset(plan->p, a, place.batch) + place.head * plan->group * a->head);
+    const mha_params *p = plan->p;
+    ranges ranges = open_ranges(p, place->batch);
+    if (!ranges.length && !ranges.offset) {
+        for (int64_t r = 0; r < task->num_rows; r++) task->rows[r].visible = ranges.keys;
+        task->first = 0;
+        task->visible = ranges.keys;
+        return;
+    }
+    int64_t n = place->first_row / plan->group, member = place->first_row % plan->group;
+    int64_t first = p->kv_len, visible = 0;
     for (int64_t r = 0; r < task->num_rows; r++) {
-        *(char **)((char *)(task->rows + r) + field) =
-            head + (chosen ? chosen[n] : begin + n) * row_step + member * head_step;
+        mha_row *row = task->rows + r;
+        set_range(p, row, &ranges, chosen ? chosen[n] : n);
+        first = mha_min(first, row->first);
+        visible = mha_max(visible, row->visible);
         if (++member == plan->group) {
             member = 0;
             n++;
         }
+    }
+    task->first = first;
+    task->visible = visible;
+}
+
+/* One pointer of each row; an absent array has left it NULL for all tasks. */
+static void fill_pointers(const mha_plan *plan, mha_task *task, size_t field, const mha_array *a, const place *place)
+{
+    if (!a->data) return;
+    int64_t item = mha_item_bytes(a->dtype), i = place->first_row / plan->group,
+            member = place->first_row % plan->group;
+    int64_t head_step = a->head * item, row_step = a->row * item - (plan->group - 1) * head_step;
+    int64_t head = place->head * plan->group + member;
+    if (plan->p->q_starts) i += plan->p->q_starts[place->batch];
+    char *row = at(a, lead_offset(plan->p, a, place->batch) + head * a->head + i * a->row);
+    for (int64_t r = 0; r < task->num_rows; r++) {
+        *(char **)((char *)(task->rows + r) + field) = row;
+        int last = ++member == plan->group;
+        row += last ? row_step : head_step;
+        if (last) member = 0;
+    }
+}
+
+/* The n-th rows become those of the n-th chosen query, for their weights. */
+static void choose_queries(const mha_plan *plan, mha_task *task, const place *place, const int64_t *chosen)
+{
+    const mha_params *p = plan->p;
+    for (int64_t r = 0; r < task->num_rows; r++) {
+        int64_t n = (place->first_row + r) / plan->group, further = chosen[n] - n;
+        task->rows[r].query += further * p->query.row * mha_item_bytes(p->query.dtype);
+        if (p->mask.data) task->rows[r].mask += further * p->mask.row * mha_item_bytes(p->mask.dtype);
     }
 }
 
 /* rows: of the key/value head in this phase. The queries of a group lie next to each other, so that a panel's positions, and
  * with them the keys that it sees, are close together. */
-static void fill_rows(const mha_plan *plan, mha_task *task, place place, int64_t rows, const int64_t *chosen)
+static void fill_rows(const mha_plan *plan, mha_task *task, const place *place, int64_t rows, const int64_t *chosen)
 {
     const mha_params *p = plan->p;
-    ranges ranges = open_ranges(p, place.batch);
-    int64_t n = place.first_row / plan->group, member = place.first_row % plan->group;
-    task->num_rows = mha_min(rows - place.first_row, plan->rows_per_task);
-    task->first = p->kv_len;
-    task->visible = 0;
-    fill_pointers(plan, task, offsetof(mha_row, query), &p->query, place, chosen);
-    fill_pointers(plan, task, offsetof(mha_row, mask), &p->mask, place, chosen);
-    fill_pointers(plan, task, offsetof(mha_row, slope), &p->slopes, place, NULL);
-    fill_pointers(plan, task, offsetof(mha_row, sink), &p->sinks, place, NULL);
-    fill_pointers(plan, task, offsetof(mha_row, out), &p->out, place, chosen);
-    fill_pointers(plan, task, offsetof(mha_row, lse), &p->lse, place, chosen);
-    fill_pointers(plan, task, offsetof(mha_row, weights), &p->weights, place, NULL);
-    for (int64_t r = 0; r < task->num_rows; r++) {
-        set_range(p, task->rows + r, &ranges, chosen ? chosen[n] : n);
-        task->first = mha_min(task->first, task->rows[r].first);
-        task->visible = mha_max(task->visible, task->rows[r].visible);
-        if (++member == plan->group) {
-            member = 0;
-            n++;
-        }
-    }
+    task->num_rows = mha_min(rows - place->first_row, plan->rows_per_task);
+    fill_pointers(plan, task, offsetof(mha_row, query), &p->query, place);
+    fill_pointers(plan, task, offsetof(mha_row, mask), &p->mask, place);
+    fill_pointers(plan, task, offsetof(mha_row, slope), &p->slopes, place);
+    fill_pointers(plan, task, offsetof(mha_row, sink), &p->sinks, place);
+    fill_pointers(plan, task, offsetof(mha_row, out), &p->out, place);
+    fill_pointers(plan, task, offsetof(mha_row, lse), &p->lse, place);
+    fill_pointers(plan, task, offsetof(mha_row, weights), &p->weights, place);
+    if (chosen) choose_queries(plan, task, place, chosen);
+    fill_ranges(plan, task, place, chosen);
 }
 
 static place place_of(const mha_plan *plan, int64_t head, int64_t first_row)
@@ -389,30 +414,32 @@ static place locate(const mha_plan *plan, int64_t t)
 }
 
 /* Where the head of key or value begins: for rows in pages that of the first page. */
-static char *kv_rows(const mha_params *p, const mha_array *a, place place)
+static char *kv_rows(const mha_params *p, const mha_array *a, const place *place)
 {
-    int64_t entry = p->pages ? 0 : p->q_starts ? p->k_starts[place.batch] * a->row : lead_offset(p, a, place.batch);
-    return at(a, entry + place.head * a->head);
+    int64_t entry = p->pages ? 0 : p->q_starts ? p->k_starts[place->batch] * a->row : lead_offset(p, a, place->batch);
+    return at(a, entry + place->head * a->head);
 }
 
-static char *head_rows(const mha_params *p, const mha_array *a, place place)
+static char *head_rows(const mha_params *p, const mha_array *a, const place *place)
 {
-    return at(a, lead_offset(p, a, place.batch) + place.head * a->head);
+    return at(a, lead_offset(p, a, place->batch) + place->head * a->head);
 }
 
-static void open_head(const mha_params *p, mha_matrix *matrix, const mha_array *a, const mha_array *scale, place place)
+static void open_head(const mha_params *p, mha_matrix *matrix, const mha_array *a, const mha_array *scale,
+                      const place *place)
 {
     matrix->data = kv_rows(p, a, place);
     if (scale->data) matrix->scale = (const float *)kv_rows(p, scale, place);
 }
 
-static void open_task(const mha_plan *plan, mha_task *task, place place, int64_t rows, const int64_t *chosen)
+static void open_task(const mha_plan *plan, mha_task *task, const place *place, int weights)
 {
     const mha_params *p = plan->p;
     open_head(p, &task->key, &p->key, &p->key_scale, place);
     open_head(p, &task->value, &p->value, &p->value_scale, place);
-    task->pages = p->pages ? p->pages + place.batch * p->pages_row : NULL;
-    fill_rows(plan, task, place, rows, chosen);
+    task->pages = p->pages ? p->pages + place->batch * p->pages_row : NULL;
+    fill_rows(plan, task, place, weights ? weight_rows(plan) : entry_rows(plan, place->batch),
+              weights ? p->weight_rows : NULL);
     task->split_begin = task->first / MHA_KEY_SPLIT;
     task->split_end = mha_divide_up(task->visible, MHA_KEY_SPLIT);
     task->state = NULL;
@@ -425,7 +452,7 @@ static mha_ahead ahead_rows(const mha_array *a, const char *head, int64_t first,
 }
 
 /* Rows of the keys and values of a head. */
-static void ask_for_keys(const mha_params *p, mha_task *task, place place, int64_t first, int64_t last)
+static void ask_for_keys(const mha_params *p, mha_task *task, const place *place, int64_t first, int64_t last)
 {
     task->ahead[0] = ahead_rows(&p->key, kv_rows(p, &p->key, place), first, last, p->head_dim);
     task->ahead[1] = ahead_rows(&p->value, kv_rows(p, &p->value, place), first, last, p->value_dim);
@@ -442,22 +469,25 @@ static void look_ahead(const mha_plan *plan, mha_task *task, int64_t t)
         place place = locate(plan, next);
         int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows) - 1;
         ranges ranges = open_ranges(p, place.batch);
-        mha_row lowest, highest;
+        mha_row lowest = {0}, highest = {0};
+        int is_next_head = next / plan->row_tasks != t / plan->row_tasks;
         set_range(p, &lowest, &ranges, place.first_row / plan->group);
         set_range(p, &highest, &ranges, last / plan->group);
-        ask_for_keys(p, task, place, lowest.first, highest.visible);
+        /* the rest is this task's own where it is the same head */
+        int64_t end = is_next_head ? highest.visible : mha_min(highest.visible, task->first);
+        ask_for_keys(p, task, &place, lowest.first, end);
     } else if (p->window_left < 0 && next_head < plan->tasks) {
-        ask_for_keys(p, task, locate(plan, next_head), p->kv_len * share / plan->row_tasks,
-                     p->kv_len * (share + 1) / plan->row_tasks);
+        place place = locate(plan, next_head);
+        ask_for_keys(p, task, &place, p->kv_len * share / plan->row_tasks, p->kv_len * (share + 1) / plan->row_tasks);
     }
     if (next < plan->tasks && plan->group == 1) {
         place place = locate(plan, next);
         int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows);
-        task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, place), place.first_row, last, p->head_dim);
+        task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, &place), place.first_row, last, p->head_dim);
         if (p->mask.data)
-            task->ahead[4] = ahead_rows(&p->mask, head_rows(p, &p->mask, place), place.first_row, last,
+            task->ahead[4] = ahead_rows(&p->mask, head_rows(p, &p->mask, &place), place.first_row, last,
                                         mha_min(p->kv_len, MHA_KEY_BLOCK));
-        task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, place), place.first_row, last, p->value_dim);
+        task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, &place), place.first_row, last, p->value_dim);
     }
 }
 
@@ -500,17 +530,13 @@ void mha_attention_task(const void *of, int phase, int64_t t, int thread)
     mha_task *task = thread_task(plan, thread);
     char *scratch = thread_scratch(plan, thread);
     int splitting = phase == ATTEND && plan->split_tasks;
+    place place = phase == WEIGHTS
+                      ? place_of(plan, t / plan->weight_row_tasks, t % plan->weight_row_tasks * plan->rows_per_task)
+                      : locate(plan, splitting ? t / plan->splits : t);
+    open_task(plan, task, &place, phase == WEIGHTS);
     if (phase == WEIGHTS) {
-        int64_t first_row = t % plan->weight_row_tasks * plan->rows_per_task;
-        open_task(plan, task, place_of(plan, t / plan->weight_row_tasks, first_row), weight_rows(plan),
-                  plan->p->weight_rows);
         plan->kernels->panel_weights(task, scratch);
-        return;
-    }
-    place place = locate(plan, splitting ? t / plan->splits : t);
-    int64_t rows = entry_rows(plan, place.batch);
-    open_task(plan, task, place, rows, NULL);
-    if (phase == MERGE) {
+    } else if (phase == MERGE) {
         plan->kernels->merge(task, plan->states + t * plan->splits * plan->state_bytes, scratch);
     } else {
         if (!plan->split_tasks && !plan->few && !plan->p->pages && !plan->p->q_starts) look_ahead(plan, task, t);
@@ -521,7 +547,7 @@ void mha_attention_task(const void *of, int phase, int64_t t, int thread)
             task->split_end = split + 1;
             task->state = plan->states + t * plan->state_bytes;
         }
-        int few = rows <= MHA_FEW_ROWS;
+        int few = entry_rows(plan, place.batch) <= MHA_FEW_ROWS;
         (few ? plan->kernels->attend_few : plan->kernels->attend_panels)(task, scratch);
     }
 }

@@ -143,33 +143,36 @@ static void FN(look_ahead_mask)(const mha_task *task, const FN(panel) *panel, in
 static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, const FN(block) *block,
                             int64_t first, int64_t count, int64_t block_keys)
 {
-    int rules = task->softcap != 0 || task->has_slopes;
-    FN(tile_mask) mask = {
-        .bits_row = block_keys, .is_bias = task->has_mask && !s->bits, .softcap = (REAL)task->softcap};
+    int always = task->softcap != 0 || task->has_slopes;
+    FN(tile_mask) mask = {.bits_row = block_keys,
+                          .is_bias = task->has_mask && !s->bits,
+                          .softcap = (REAL)task->softcap,
+                          .slope = s->slope,
+                          .position = s->position};
     for (int64_t k = first; k < first + count;) {
         int64_t left = first + count - k, keys = mha_next_tile(left, V(key_tile)), key = block->first + k;
         int64_t asked = (key - panel->first) / V(key_tile) * panel->ahead_rows;
         if (panel->ahead) FN(look_ahead)(panel->ahead, asked, asked + panel->ahead_rows);
         if (task->has_mask) FN(look_ahead_mask)(task, panel, block->first + MHA_KEY_BLOCK, k / V(key_tile));
         int upper = key + keys > panel->all_visible, lower = key < panel->all_first;
+        int rules = always || (lower && task->has_mask), masked = task->has_mask || lower || upper;
         mask.bits = s->bits ? s->bits + k : NULL;
+        mask.visible = lower || upper ? s->visible : NULL;
+        mask.before = lower ? s->before : NULL;
         mask.key = key - FN(panel_base)(block);
-        mask.raw = rules || (lower && task->has_mask) ? s->raw : NULL;
         for (int strip = 0; strip < panel->vecs; strip += V(query_vecs)) {
-            int v = strip, end = mha_min(panel->vecs, strip + V(query_vecs));
-            while (v < end && panel->vec_visible[v] <= key) v++;
-            while (v < end && panel->vec_first[end - 1] >= key + keys) end--;
+            int v = strip, end = panel->vecs < strip + V(query_vecs) ? panel->vecs : strip + V(query_vecs);
+            while (upper && v < end && panel->vec_visible[v] <= key) v++;
+            while (lower && v < end && panel->vec_first[end - 1] >= key + keys) end--;
             if (v == end) continue;
             mask.lane = v * V(lanes);
-            mask.visible = upper || lower ? s->visible + mask.lane : NULL;
-            mask.before = lower ? s->before + mask.lane : NULL;
-            mask.slope = task->has_slopes ? s->slope + mask.lane : NULL;
-            mask.position = task->has_slopes ? s->position + mask.lane : NULL;
-            FN(score_keys)(
-                keys, end - v, panel->query + strip * V(lanes) * FN(steps)(task->head_dim) + (v - strip) * V(lanes),
-                (const REAL *)block->keys.data + k * block->keys.row, block->keys.row, FN(steps)(task->head_dim),
-                (REAL)task->scale, upper || lower || task->has_mask || rules ? &mask : NULL,
-                s->scores + k * V(panel) + mask.lane, s->block_max + mask.lane);
+            REAL *scores = s->scores + k * V(panel) + mask.lane, *max = s->block_max + mask.lane;
+            FN(score_keys)(keys, end - v,
+                           panel->query + strip * V(lanes) * FN(steps)(task->head_dim) + (v - strip) * V(lanes),
+                           (const REAL *)block->keys.data + k * block->keys.row, block->keys.row,
+                           FN(steps)(task->head_dim), (REAL)task->scale, masked && !rules ? &mask : NULL,
+                           rules ? s->raw : scores, rules ? s->raw + V(key_tile) * V(panel) : max);
+            if (rules) FN(apply_rules)((int)keys, end - v, &mask, s->raw, scores, max);
         }
         k += keys;
     }
@@ -447,7 +450,8 @@ static void FN(panel_weights)(const mha_task *task, void *memory)
     }
     for (int p = 0; p < num_panels; p++)
         for (int64_t r = 0; r < panels[p].num_rows; r++)
-            FN(add_sink)(panels[p].rows + r, s->total[p].row_max + r, s->total[p].row_sum + r);
+            if (panels[p].rows[r].sink)
+FN(add_sink)(panels[p].rows + r, &s->total[p], r, 0);
     int64_t next;
     for (int64_t first = FN(split_first)(task, task->split_begin); first < task->visible; first = next) {
         next = mha_min(task->visible, (first / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);

@@ -89,36 +89,35 @@ static void FN(write_row)(const mha_task *task, char *row, const REAL *out, REAL
     for (int64_t c = 0; c < cols; c++) dst[c * task->out_col] = out ? out[c] * factor : factor;
 }
 
-/* A row's sum and maximum take in its sink, a score without a value. Gives by how much the output has to shrink. */
-static REAL FN(add_sink)(const mha_row *row, REAL *row_max, REAL *row_sum)
+/* A row of a state takes in its sink, a score without a value. Gives by how much the output, here left as it is or made 0
+ * where it was not defined, has to shrink. */
+MHA_NOINLINE REAL FN(add_sink)(const mha_row *row, FN(state) *state, int64_t r, int64_t out_row)
 {
-    REAL sink = row->sink ? *(const REAL *)row->sink : (REAL)-INFINITY, alpha[V(lanes)];
+    REAL sink = *(const REAL *)row->sink, alpha[V(lanes)];
     if (sink == (REAL)-INFINITY) return 1;
-    VEC old = V(set1)(*row_max), added = V(set1)(sink), m = V(max)(old, added);
+    if (state->row_sum[r] == 0) memset(state->out + r * out_row, 0, (size_t)out_row * sizeof(REAL));
+    VEC old = V(set1)(state->row_max[r]), added = V(set1)(sink), m = V(max)(old, added);
     VEC shrink = FN(exp_lanes)(V(sub)(old, m)), weight = FN(exp_lanes)(V(sub)(added, m));
-    V(store_n)(row_sum, V(fma)(V(set1)(*row_sum), shrink, weight), 1);
-    V(store_n)(row_max, m, 1);
+    V(store_n)(state->row_sum + r, V(fma)(V(set1)(state->row_sum[r]), shrink, weight), 1);
+    V(store_n)(state->row_max + r, m, 1);
     V(store)(alpha, shrink);
     return alpha[0];
 }
 
 /* Normalises and writes the rows of one panel. */
-static void FN(finish)(const mha_task *task, const mha_row *rows, int64_t count, int64_t out_row,
-                       const FN(state) *state)
+static void FN(finish)(const mha_task *task, const mha_row *rows, int64_t count, int64_t out_row, FN(state) *state)
 {
     for (int64_t r = 0; r < count; r++) {
-        REAL sum = state->row_sum[r], highest = state->row_max[r];
+        REAL alpha = rows[r].sink ? FN(add_sink)(rows + r, state, r, out_row) : 1, sum = state->row_sum[r];
         REAL *lse = (REAL *)rows[r].lse;
-        int empty = sum == 0; /* then out is not defined */
-        REAL alpha = FN(add_sink)(rows + r, &highest, &sum);
         if (sum == 0) {
             /* A row whose visible scores are all -inf is 0/0; only a row that sees nothing is 0. */
             int undefined = FN(sees_any)(task, rows + r);
             FN(write_row)(task, rows[r].out, NULL, undefined ? (REAL)NAN : 0);
             if (lse) *lse = undefined ? (REAL)NAN : (REAL)-INFINITY;
         } else {
-            FN(write_row)(task, rows[r].out, empty ? NULL : state->out + r * out_row, empty ? 0 : alpha / sum);
-            if (lse) *lse = (REAL)(highest + log((double)sum));
+            FN(write_row)(task, rows[r].out, state->out + r * out_row, alpha / sum);
+            if (lse) *lse = (REAL)(state->row_max[r] + log((double)sum));
         }
     }
 }
