@@ -4,6 +4,7 @@ import contextlib
 import math
 import zlib
 
+import ml_dtypes  # noqa: F401: NumPy knows the name bfloat16 from then on
 import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
@@ -12,10 +13,15 @@ import mha_fast
 from mha_fast import _config, reference, sequences
 
 DTYPES = ("float32", "float64")
+HALVES = ("float16", "bfloat16")
 CONFIG = mha_fast.show_config()
 LEVELS = CONFIG["levels_built"]
-# What a test runs on that takes the fixture `attention`: the reference, and levels of the fast function.
-IMPLEMENTATIONS = ("reference",)
+# What a test runs on that takes the fixture `attention`: the reference, and levels of the fast function. The fixture `forms`
+# has the same choice; TODO: its functions are the reference's on every level so far.
+IMPLEMENTATIONS = ("reference", *LEVELS)
+FORMS = ("reference",)
+# TODO: options that the C core does not know yet; on a level they skip the test.
+REFERENCE_ALONE = {"window_size", "softcap", "alibi_slopes", "sinks", "weights_rows"}
 
 # The tolerance table: the unit roundoff u of each compute dtype; `allowed` makes a bound of it.
 #
@@ -95,10 +101,16 @@ def attention(request):
         yield reference.scaled_dot_product_attention
         return
     with in_force(request.param):
-        yield mha_fast.scaled_dot_product_attention
+        yield _known_options_alone
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+def _known_options_alone(*args, **options):
+    if not REFERENCE_ALONE.isdisjoint(options):
+        pytest.skip("an option of the reference alone so far")
+    return mha_fast.scaled_dot_product_attention(*args, **options)
+
+
+@pytest.fixture(params=FORMS)
 def forms(request):
     """The module with the functions of sequences and caches: the reference, then the fast one on each level."""
     if request.param == "reference":
@@ -116,7 +128,8 @@ def attend():
 def tiles(dtype):
     """Tile sizes of the level in force, with those that all levels share."""
     config = mha_fast.show_config()
-    return config["tiles"][dtype] | {name: config[name] for name in ("few_rows", "key_block", "key_split")}
+    compute = "float32" if dtype in HALVES else dtype
+    return config["tiles"][compute] | {name: config[name] for name in ("few_rows", "key_block", "key_split")}
 
 
 def draw(rng, *shape, dtype="float64"):
