@@ -13,13 +13,19 @@ except ModuleNotFoundError as error:
     ) from None
 from mha_fast._config import get_num_threads, set_num_threads, show_config
 from mha_fast.attention import MultiHeadAttention, PositionWiseFFN, alibi_slopes
+from mha_fast.sequences import KVCache, apply_rotary, attention_with_kvcache, merge_states, varlen_attention
 
 __all__ = [
+    "KVCache",
     "MultiHeadAttention",
     "PositionWiseFFN",
     "alibi_slopes",
+    "apply_rotary",
+    "attention_with_kvcache",
     "get_num_threads",
+    "merge_states",
     "scaled_dot_product_attention",
     "set_num_threads",
     "show_config",
+    "varlen_attention",
 ]

@@ -30,19 +30,26 @@ MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype sto
         V(hsum4)(acc[r][0], acc[r][1], acc[r][2], acc[r][3], scores + r * score_row);
 }
 
-/* How many rows of keys and values are asked for before their turn where the arithmetic of several rows would let the memory
- * wait. One row has so little that asking costs more than it gains. */
-enum { FN(few_lead) = 12 };
+/* How many bytes of keys and values are asked for before their turn where the arithmetic of several rows or of a conversion would
+ * let the memory wait. One row of the compute dtype has so little that asking costs more than it gains. */
+enum { FN(few_lead) = 8192 };
+
+/* The same in rows, 0 where nothing is asked for. rows, storage: constants once inlined. */
+MHA_INLINE int64_t FN(rows_ahead)(const int rows, const mha_dtype storage, int64_t cols)
+{
+    if (rows == 1 && storage == REAL_DTYPE) return 0;
+    return FN(few_lead) / mha_max(cols * mha_item_bytes(storage), 64);
+}
 
 MHA_INLINE void FN(dot_rows)(const int rows, const mha_dtype storage, const REAL *query, int64_t query_row,
                              const char *key, int64_t key_row, int64_t count, int64_t head_dim, REAL *scores,
                              int64_t score_row)
 {
-    const int64_t item = mha_item_bytes(storage);
+    const int64_t item = mha_item_bytes(storage), ahead = FN(rows_ahead)(rows, storage, head_dim);
     int64_t k = 0;
     for (; k + 4 <= count; k += 4, key += 4 * key_row * item) {
-        if (rows > 1)
-            for (int i = 0; i < 4; i++) FN(ask)(key + (FN(few_lead) + i) * key_row * item, head_dim * item);
+        if (ahead)
+            for (int i = 0; i < 4; i++) FN(ask)(key + (ahead + i) * key_row * item, head_dim * item);
         FN(dot_tile)(rows, 4, storage, query, query_row, key, key_row, head_dim, scores + k, score_row);
     }
     if (count - k == 3) FN(dot_tile)(rows, 3, storage, query, query_row, key, key_row, head_dim, scores + k, score_row);
@@ -103,24 +110,25 @@ MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const mha_dt
 {
     VEC acc[6][8];
     FN(product_tile)(rows, vecs, weights, weight_row, storage, value, value_row, count, tail,
-                     rows > 1 ? FN(few_lead) : 0, acc);
+                     FN(rows_ahead)(rows, storage, vecs * V(lanes)), acc);
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) {
         REAL *dst = out + r * out_row + v * V(lanes);
         V(store)(dst, first ? acc[r][v] : V(fma)(V(load)(dst), V(set1)(alpha[r]), acc[r][v]));
     }
 }
 
-/* Column tiles as wide as two rows leave registers for: values come from memory a whole row at a time where that fits. */
+/* Column tiles as wide as the rows leave registers for: values come from memory a whole row at a time where that fits. */
 MHA_INLINE void FN(few_output_rows)(const int rows, const mha_dtype storage, const REAL *weights, int64_t weight_row,
                                     const char *values, int64_t value_row, int64_t count, int64_t cols,
                                     const REAL *alpha, int first, REAL *out, int64_t out_row)
 {
+    const int64_t most = rows > 2 ? V(col_vecs) : 2 * V(col_vecs);
     for (int64_t c = 0; c < cols;) {
         int64_t vecs = mha_round_up(cols - c, V(lanes)) / V(lanes), width = vecs >= 8 ? 8 : vecs >= 4 ? 4 : vecs >= 2 ? 2 : 1;
-        if (width > 2 * V(col_vecs)) width = 2 * V(col_vecs);
+        if (width > most) width = most;
         int64_t tail = cols - c < width * V(lanes) ? cols % V(lanes) : 0;
         const char *value = values + c * mha_item_bytes(storage);
-        if (V(col_vecs) == 4 && width == 8)
+        if (V(col_vecs) == 4 && rows <= 2 && width == 8)
             FN(few_output_tile)(rows, 8, storage, weights, weight_row, value, value_row, count, tail, alpha, first, out + c, out_row);
         else if (width == 4)
             FN(few_output_tile)(rows, 4, storage, weights, weight_row, value, value_row, count, tail, alpha, first, out + c, out_row);
@@ -224,15 +232,19 @@ static void FN(few_softmax)(FN(scratch) *s, int64_t rows, int64_t count, const R
 MHA_INLINE void FN(few_output_of)(const mha_dtype storage, const mha_task *task, FN(scratch) *s, const REAL *weights,
                                   const mha_matrix *values, int64_t count, FN(state) *state, int first)
 {
-    int64_t rows = task->num_rows, cols = task->value_dim;
-    for (int64_t r = 0; r < rows; r += 2, weights += 2 * s->score_row) {
+    int64_t cols = task->value_dim, score_row = s->score_row, row = values->row;
+    for (int64_t r = 0, left; (left = task->num_rows - r) > 0;) {
+        const REAL *from = weights + r * score_row, *alpha = s->alpha + r;
         REAL *out = state->out + r * s->out_row;
-        if (rows - r >= 2)
-            FN(few_output_rows)(2, storage, weights, s->score_row, values->data, values->row, count, cols,
-                                s->alpha + r, first, out, s->out_row);
+        /* four rows where they need no narrower column tiles than two */
+        int four = V(few_rows) >= 4 && left >= 4 && cols <= V(col_vecs) * V(lanes);
+        if (V(few_rows) >= 4 && four)
+            FN(few_output_rows)(4, storage, from, score_row, values->data, row, count, cols, alpha, first, out, s->out_row);
+        else if (left >= 2)
+            FN(few_output_rows)(2, storage, from, score_row, values->data, row, count, cols, alpha, first, out, s->out_row);
         else
-            FN(few_output_rows)(1, storage, weights, s->score_row, values->data, values->row, count, cols,
-                                s->alpha + r, first, out, s->out_row);
+            FN(few_output_rows)(1, storage, from, score_row, values->data, row, count, cols, alpha, first, out, s->out_row);
+        r += four ? 4 : left >= 2 ? 2 : 1;
     }
 }
 

@@ -163,11 +163,11 @@ MHA_INLINE void FN(ask)(const char *row, int64_t bytes)
 }
 
 /* acc[row][vec] = sum_k a[row][k] * b[k][vec] for a tile of rows x vecs vectors; b is of dtype storage; tail: the columns in the
- * last vector where it is not whole, else 0; ahead: rows of b to ask for before their turn. rows, vecs, storage, ahead: constants
- * once inlined. */
+ * last vector where it is not whole, else 0; ahead: rows of b to ask for before their turn, 0: none. rows, vecs, storage:
+ * constants once inlined. */
 MHA_INLINE void FN(product_tile)(const int rows, const int vecs, const REAL *RESTRICT a, int64_t a_row,
                                  const mha_dtype storage, const char *RESTRICT b, int64_t b_row, int64_t count,
-                                 int64_t tail, const int ahead, VEC acc[6][8])
+                                 int64_t tail, const int64_t ahead, VEC acc[6][8])
 {
     const int64_t item = mha_item_bytes(storage), last = (vecs - 1) * V(lanes);
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();

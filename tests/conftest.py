@@ -4,6 +4,7 @@ import contextlib
 import math
 import zlib
 
+import ml_dtypes  # noqa: F401: NumPy knows the name bfloat16 from then on
 import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
@@ -12,6 +13,7 @@ import mha_fast
 from mha_fast import _config, reference, sequences
 
 DTYPES = ("float32", "float64")
+HALVES = ("float16", "bfloat16")
 CONFIG = mha_fast.show_config()
 LEVELS = CONFIG["levels_built"]
 # What a test runs on that takes the fixture `attention`: the reference, and levels of the fast function.
@@ -116,7 +118,8 @@ def attend():
 def tiles(dtype):
     """Tile sizes of the level in force, with those that all levels share."""
     config = mha_fast.show_config()
-    return config["tiles"][dtype] | {name: config[name] for name in ("few_rows", "key_block", "key_split")}
+    compute = "float32" if dtype in HALVES else dtype
+    return config["tiles"][compute] | {name: config[name] for name in ("few_rows", "key_block", "key_split")}
 
 
 def draw(rng, *shape, dtype="float64"):

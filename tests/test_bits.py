@@ -5,12 +5,12 @@ It holds among calls of up to `few_rows` rows (queries times heads of the group)
 
 import numpy as np
 import pytest
-from conftest import CONFIG, DTYPES, draw, qkv, tiles
+from conftest import CONFIG, DTYPES, HALVES, draw, qkv, tiles
 
 FEW_ROWS = CONFIG["few_rows"]
 THREADS = (2, 3, 7)
 OPTIONS = {"return_lse": True, "return_weights": True}
-DTYPE = pytest.mark.parametrize("dtype", DTYPES)
+DTYPE = pytest.mark.parametrize("dtype", DTYPES + HALVES)
 # Either family: one row, and some.
 FAMILIES = pytest.mark.parametrize("queries", [1, FEW_ROWS, FEW_ROWS + 1, 60])
 
