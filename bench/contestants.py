@@ -14,7 +14,7 @@ import numpy as np
 import mha_fast
 import mha_fast.reference
 from bench.cases import dtype_of
-from mha_fast import _config, sequences
+from mha_fast import _config
 
 FUNCTIONS = {
     "attention": "scaled_dot_product_attention",
@@ -89,8 +89,6 @@ def of_module(module, case):
             setattr(layer, name, array)
         (x,) = inputs
         return lambda: layer(x, x, x, **options)
-    if module is mha_fast and case.kind in ("cache", "packed"):
-        module = sequences
     function = getattr(module, FUNCTIONS[case.kind])
     return lambda: function(*inputs, **options)
 

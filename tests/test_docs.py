@@ -11,6 +11,7 @@ NAMES = (
     "attention",
     "reference",
     "_reference_sequences",
+    "sequences",
     "_validate",
     "_validate_sequences",
     "_config",

@@ -1046,10 +1046,15 @@ def test_the_network_keeps_nan_in_its_position(rng):
 
 def test_the_module_says_what_it_offers():
     assert reference.__all__ == [
+        "KVCache",
         "MultiHeadAttention",
         "PositionWiseFFN",
         "alibi_slopes",
+        "apply_rotary",
+        "attention_with_kvcache",
+        "merge_states",
         "scaled_dot_product_attention",
+        "varlen_attention",
     ]
 
 
