@@ -202,12 +202,15 @@ def assert_close(got, want, limit, what="out"):
     )
 
 
-def check(query, key, value, attn_mask=None, **options):
-    """The fast call against the oracle: out, log-sum-exp and weights; then out alone, from the common path."""
+def check(query, key, value, attn_mask=None, *, biggest=0.0, **options):
+    """The fast call against the oracle: out, log-sum-exp and weights; then out alone, from the common path.
+
+    `biggest` bounds what is added to the scores beside the mask.
+    """
     call = mha_fast.scaled_dot_product_attention
     dtype = np.result_type(query, key, value).name
     score = largest_score(query, key, options.get("scale"), attn_mask, options.get("layout", "bhld"))
-    bound = allowed(dtype, query.shape[-1], score)
+    bound = allowed(dtype, query.shape[-1], score + biggest)
     want = exact(query, key, value, attn_mask, **options)
     got = call(query, key, value, attn_mask, return_lse=True, return_weights=True, **options)
     # |lse| is at most M + log S, so its own rounding lies within the bound too.

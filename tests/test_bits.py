@@ -25,7 +25,7 @@ def rows(results, which):
     return [r[:, :, which] for r in results]
 
 
-def features(rng, queries, keys, dtype):
+def features(rng, queries, keys, dtype, heads=1):
     mask = rng.random((queries, keys)) < 0.8
     return {
         "plain": {},
@@ -33,6 +33,23 @@ def features(rng, queries, keys, dtype):
         "float mask": {"attn_mask": np.where(mask, draw(rng, queries, keys), -np.inf).astype(dtype)},
         "lengths": {"valid_lens": rng.integers(0, keys + 1, (2, queries))},
         "causal": {"is_causal": "lower_right"},
+        "window": {"q_offset": keys - queries, "window_size": (270, 3)},
+        "causal window": {"is_causal": "lower_right", "window_size": (17, -1)},
+        "rules": {
+            "q_offset": keys - queries,
+            "softcap": 2.0,
+            "alibi_slopes": draw(rng, heads, dtype=dtype),
+            "sinks": draw(rng, heads, dtype=dtype),
+        },
+        "all": {
+            "attn_mask": mask,
+            "valid_lens": rng.integers(keys // 2, keys + 1, (2, queries)),
+            "q_offset": keys // 2,
+            "window_size": (300, 260),
+            "softcap": 2.0,
+            "alibi_slopes": draw(rng, heads, dtype=dtype),
+            "sinks": draw(rng, heads, dtype=dtype),
+        },
     }
 
 
@@ -49,7 +66,7 @@ def test_for_any_number_of_threads(isa, attend, rng, dtype, queries, feature):
     """2 x 2 heads over two splits of the keys: with several threads the splits are tasks of their own."""
     keys = CONFIG["key_split"] + 300
     arrays = qkv(rng, 2, 2, queries, keys, 16, 2, 19, dtype)
-    options = features(rng, queries, keys, dtype)[feature] | OPTIONS
+    options = features(rng, queries, keys, dtype, 2)[feature] | OPTIONS
     want = attend(*arrays, **options, num_threads=1)
     for threads in THREADS:
         same(attend(*arrays, **options, num_threads=threads), want)
@@ -88,7 +105,7 @@ def test_from_run_to_run(isa, attend, rng, dtype, queries):
 def test_for_an_entry_in_any_batch(isa, attend, rng, dtype, queries, feature):
     keys = 600
     arrays = qkv(rng, 2, 4, queries, keys, 16, 2, 12, dtype)
-    options = features(rng, queries, keys, dtype)[feature] | OPTIONS | {"enable_gqa": True}
+    options = features(rng, queries, keys, dtype, 4)[feature] | OPTIONS | {"enable_gqa": True}
     got = attend(*arrays, **options)
     order = [1, 0, 0, 1, 1]
     if "valid_lens" in options:
@@ -102,7 +119,7 @@ def test_for_an_entry_in_any_batch(isa, attend, rng, dtype, queries, feature):
 def test_whatever_the_other_rows_in_the_family_of_few(isa, attend, rng, dtype, feature, group):
     queries, keys = FEW_ROWS // group, 1300
     query, key, value = qkv(rng, 2, group, queries, keys, 21, 1, 35, dtype)
-    options = features(rng, queries, keys, dtype)[feature]
+    options = features(rng, queries, keys, dtype, group)[feature]
     want = attend(query, key, value, **options, **OPTIONS, enable_gqa=True)
     for first, last in ((0, 1), (0, queries), (queries - 1, queries), (1, queries)):
         part = slice(first, last)
@@ -118,7 +135,7 @@ def test_whatever_the_other_rows_among_the_rest(isa, attend, rng, dtype, feature
     t = tiles(dtype)
     queries, keys = 4 * t["panel"] + 7, 1300
     query, key, value = qkv(rng, 2, group, queries, keys, 21, 1, 35, dtype)
-    options = features(rng, queries, keys, dtype)[feature]
+    options = features(rng, queries, keys, dtype, group)[feature]
     want = attend(query, key, value, **options, **OPTIONS, enable_gqa=True)
     least = FEW_ROWS // group + 1
     for first, count in (
@@ -141,7 +158,9 @@ def of_rows(options, part, keys, queries):
     if "valid_lens" in cut:
         cut["valid_lens"] = cut["valid_lens"][:, part]
     if "is_causal" in cut:
-        cut |= {"is_causal": True, "q_offset": keys - queries + part.start}
+        cut |= {"is_causal": True, "q_offset": keys - queries}
+    if "q_offset" in cut:
+        cut["q_offset"] += part.start
     return cut
 
 
@@ -196,6 +215,33 @@ def test_rows_behind_change_nothing(isa, attend, rng, dtype, queries):
     want = attend(query[:, :, :queries], key, value, return_lse=True)
     query[:, :, queries:] = np.nan
     same(rows(attend(query, key, value, return_lse=True), slice(0, queries)), want)
+
+
+@DTYPE
+@FAMILIES
+def test_a_window_alone_or_in_a_longer_cache(isa, attend, rng, dtype, queries):
+    """Blocks, splits and tiles before the window are left out, wherever the other rows' windows begin."""
+    keys = 2 * CONFIG["key_split"] + 300
+    query, key, value = qkv(rng, 1, 2, queries, keys, 16, dtype=dtype)
+    for back in (0, 1, 15, 16, 40, 255, 256, 1023, 1024, keys):
+        options = {"window_size": (back, 0), "q_offset": keys - queries}
+        want = attend(query, key, value, **options, **OPTIONS)
+        for threads in THREADS:
+            same(attend(query, key, value, **options, **OPTIONS, num_threads=threads), want)
+        seen = np.arange(keys) - np.arange(keys - queries, keys)[:, None]
+        masked = attend(query, key, value, (seen >= -back) & (seen <= 0), **OPTIONS)
+        same(masked, want)
+
+
+@DTYPE
+@FAMILIES
+def test_no_window_no_cap_and_no_sink_change_nothing(isa, attend, rng, dtype, queries):
+    query, key, value = qkv(rng, 1, 2, queries, 530, 16, dtype=dtype)
+    want = attend(query, key, value, **OPTIONS)
+    none = np.full(2, -np.inf, dtype)
+    same(attend(query, key, value, sinks=none, **OPTIONS), want)
+    same(attend(query, key, value, window_size=(10**9, 10**9), **OPTIONS), want)
+    same(attend(query, key, value, alibi_slopes=np.zeros(2, dtype), **OPTIONS), want)
 
 
 @DTYPE

@@ -83,6 +83,43 @@ def test_exp2_is_the_same_in_every_lane(isa, rng, dtype):
             assert np.array_equal(exp2(x[first : first + count], isa), want[first : first + count])
 
 
+def tanh(x, isa):
+    return _core.tanh(np.ascontiguousarray(x), _config._LEVELS[isa][0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tanh_in_ulp_over_its_whole_range(isa, rng, dtype):
+    """Relative near 0 too, where a formula of exponentials alone would lose all digits."""
+    exponents = rng.uniform(-30, np.log10(30), 4000)
+    near = rng.uniform(0.6, 0.65, 2000)  # where polynomial and exponential meet
+    x = np.concatenate([10.0**exponents, near, rng.uniform(0, 4, 4000)]).astype(dtype)
+    want = np.tanh(x.astype(np.longdouble))
+    for sign in (1, -1):
+        error = np.abs(tanh(sign * x, isa) - sign * want) / np.spacing(want.astype(dtype)).astype(np.longdouble)
+        assert error.max() <= 2.5
+    if np.finfo(np.longdouble).eps < np.finfo(dtype).eps:
+        assert error.mean() <= 0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tanh_of_special_values(isa, dtype):
+    limits = np.finfo(dtype)
+    x = np.array([np.inf, -np.inf, limits.max, limits.min, 30, -30, 0], dtype)
+    assert tanh(x, isa).tolist() == [1, -1, 1, -1, 1, -1, 0]
+    assert np.isnan(tanh(np.array([np.nan], dtype), isa)).all()
+    tiny = np.array([limits.tiny, -limits.tiny, 4 * limits.tiny], dtype)
+    assert np.array_equal(tanh(tiny, isa), tiny)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tanh_is_the_same_in_every_lane(isa, rng, dtype):
+    x = rng.uniform(-3, 3, 67).astype(dtype)
+    want = tanh(x, isa)
+    for first in range(16):
+        for count in (1, 7, 17):
+            assert np.array_equal(tanh(x[first : first + count], isa), want[first : first + count])
+
+
 # ---------------------------------------------------------------- large scores
 
 

@@ -116,12 +116,17 @@ enum {
     BOOL_MASK = 1 << 14,
     FLOAT_MASK = 1 << 15,
     OTHER_MASK = 1 << 16,
-    ONE_MASK_ROW = 1 << 17
+    ONE_MASK_ROW = 1 << 17,
+    WINDOW = 1 << 18,
+    SOFTCAP = 1 << 19,
+    SLOPES = 1 << 20,
+    SINKS = 1 << 21,
+    CHOSEN = 1 << 22
 };
-static const char *const option_names[] = {"padded",     "strided",    "reversed",    "rows first", "broadcast",
-                                           "far",        "mixed",      "lengths",     "one length", "causal",
-                                           "lse",        "weights",    "out strided", "poison",     "bool mask",
-                                           "float mask", "other mask", "one mask row"};
+static const char *const option_names[] = {
+    "padded",     "strided",      "reversed", "rows first", "broadcast",   "far",    "mixed",     "lengths",
+    "one length", "causal",       "lse",      "weights",    "out strided", "poison", "bool mask", "float mask",
+    "other mask", "one mask row", "window",   "softcap",    "slopes",      "sinks",  "chosen"};
 
 typedef struct view {
     mha_array array;
@@ -192,8 +197,9 @@ typedef struct test {
     mha_params params;
     unsigned options;
     int64_t batches, group;
-    view query, key, value, mask, lengths, offset, out, lse, weights;
-    uint64_t inputs; /* their digest */
+    view query, key, value, mask, lengths, offset, slopes, sinks, out, lse, weights;
+    int64_t chosen[5]; /* queries whose weights are wanted */
+    uint64_t inputs;   /* their digest */
     int failed;
 } test;
 
@@ -267,37 +273,79 @@ static void open_lengths(checker *c, test *t)
             for (int64_t i = 0; i < t->lengths.rows; i++)
                 set_integer(&t->lengths, b, i, draw(c, 3) ? draw(c, p->kv_len + 1) : edges[draw(c, COUNT(edges))]);
     }
-    if (t->options & CAUSAL) {
+    if (t->options & (CAUSAL | WINDOW | SLOPES)) {
         const int64_t edges[] = {-p->q_len, p->kv_len - p->q_len, 0, INT64_MIN / 2, INT64_MAX / 2};
+        int far = t->options & SLOPES ? 3 : COUNT(edges); /* a score must not vanish beside its bias */
         t->offset = open_view(MHA_I64, t->params.lead_shape, 1, 1, 1, t->options);
         for (int64_t b = 0; b < t->batches; b++)
             set_integer(&t->offset, b, 0,
-                        draw(c, 2) ? draw(c, p->q_len + p->kv_len + 1) - p->q_len : edges[draw(c, COUNT(edges))]);
+                        draw(c, 2) ? draw(c, p->q_len + p->kv_len + 1) - p->q_len : edges[draw(c, far)]);
     }
 }
 
-/* Keys at or beyond this are hidden from query i of batch entry b. */
-static int64_t visible_keys(const test *t, int64_t b, int64_t i)
+/* What changes scores or hides keys but masks and lengths, and the rows whose weights are wanted. */
+static void open_rules(checker *c, test *t)
 {
-    int64_t visible = t->params.kv_len;
-    if (t->lengths.memory.base) visible = smaller(visible, larger(get_integer(&t->lengths, b, i), 0));
-    if (t->offset.memory.base) visible = smaller(visible, larger(get_integer(&t->offset, b, 0) + i + 1, 0));
-    return visible;
+    mha_params *p = &t->params;
+    const int64_t one[] = {1, 1};
+    p->window_left = p->window_right = -1;
+    if (t->options & WINDOW) {
+        const int64_t sides[] = {-1, 0, 1, 5, 40, 255, 256, p->kv_len, INT64_MAX / 2};
+        p->window_left = sides[draw(c, COUNT(sides))];
+        p->window_right = sides[draw(c, COUNT(sides))];
+    }
+    if (t->options & SOFTCAP) p->softcap = draw(c, 4) ? 0.5 + draw_real(c) / 4 : 1e20;
+    if (t->options & SLOPES) {
+        t->slopes =
+            open_view(p->dtype, p->lead_shape, p->num_heads, 1, 1, t->options & (PADDED | REVERSED | BROADCAST));
+        fill_uniform(c, &t->slopes);
+        p->slopes = t->slopes.array;
+    }
+    if (t->options & SINKS) {
+        t->sinks = open_view(p->dtype, one, p->num_heads, 1, 1, t->options & PADDED);
+        for (int64_t h = 0; h < p->num_heads; h++)
+            set(&t->sinks, 0, h, 0, 0, draw(c, 4) ? 3 * draw_real(c) : draw(c, 2) ? -INFINITY : 60);
+        p->sinks = t->sinks.array;
+        p->sinks.lead[0] = p->sinks.lead[1] = 0;
+    }
+    if (t->options & CHOSEN && p->q_len) {
+        for (int n = 0; n < COUNT(t->chosen); n++) t->chosen[n] = draw(c, p->q_len);
+        p->weight_rows = t->chosen;
+        p->num_weight_rows = COUNT(t->chosen);
+    }
+}
+
+/* Whether masks aside query i of batch entry b sees key j. */
+static int sees(const test *t, int64_t b, int64_t i, int64_t j)
+{
+    const mha_params *p = &t->params;
+    if (t->lengths.memory.base && j >= get_integer(&t->lengths, b, i)) return 0;
+    if (!t->offset.memory.base) return 1;
+    int64_t back = i + get_integer(&t->offset, b, 0) - j;
+    if (p->causal && back < 0) return 0;
+    return (p->window_left < 0 || back <= p->window_left) && (p->window_right < 0 || -back <= p->window_right);
+}
+
+static int seen_by_any(const test *t, int64_t j)
+{
+    for (int64_t b = 0; b < t->batches; b++)
+        for (int64_t i = 0; i < t->params.q_len; i++)
+            if (sees(t, b, i, j)) return 1;
+    return 0;
 }
 
 /* NaN in all keys and values beyond every query's; with POISON also NaN and infinities in a few that are visible. */
 static void spoil(checker *c, test *t)
 {
     const mha_params *p = &t->params;
-    int64_t end = 0;
-    for (int64_t b = 0; b < t->batches; b++)
-        for (int64_t i = 0; i < p->q_len; i++) end = larger(end, visible_keys(t, b, i));
-    for (int64_t b = 0; b < t->batches; b++)
-        for (int64_t h = 0; h < p->num_kv_heads; h++)
-            for (int64_t j = end; j < p->kv_len; j++) {
+    for (int64_t j = 0; j < p->kv_len; j++) {
+        if (seen_by_any(t, j)) continue;
+        for (int64_t b = 0; b < t->batches; b++)
+            for (int64_t h = 0; h < p->num_kv_heads; h++) {
                 for (int64_t e = 0; e < p->head_dim; e++) set(&t->key, b, h, j, e, NAN);
                 for (int64_t n = 0; n < p->value_dim; n++) set(&t->value, b, h, j, n, NAN);
             }
+    }
     if (!(t->options & POISON) || !p->kv_len) return;
     const double bad[] = {NAN, INFINITY, -INFINITY};
     for (int n = 0; n < COUNT(bad); n++) {
@@ -321,7 +369,9 @@ static void open_test(checker *c, test *t)
     t->out = open_view(p->dtype, lead, p->num_heads, p->q_len, p->value_dim,
                        plain | (options & OUT_STRIDED ? STRIDED | REVERSED : 0));
     if (options & LSE) t->lse = open_view(p->dtype, lead, p->num_heads, p->q_len, 1, plain);
-    if (options & WEIGHTS) t->weights = open_view(p->dtype, lead, p->num_heads, p->q_len, p->kv_len, plain);
+    open_rules(c, t);
+    int64_t weight_rows = p->weight_rows ? p->num_weight_rows : p->q_len;
+    if (options & WEIGHTS) t->weights = open_view(p->dtype, lead, p->num_heads, weight_rows, p->kv_len, plain);
     fill_uniform(c, &t->query);
     fill_uniform(c, &t->key);
     fill_uniform(c, &t->value);
@@ -380,6 +430,12 @@ static double score(const test *t, const expected *x, int64_t b, int64_t h, int6
         *size += fabs(product);
     }
     if (fabs(bias) < 1e30) *size += fabs(bias);
+    if (p->softcap > 0) sum = p->softcap * tanh(sum / p->softcap);
+    if (t->slopes.memory.base) {
+        double steps = fabs((double)(i + get_integer(&t->offset, b, 0) - j)), slope = get(&t->slopes, b, h, 0, 0);
+        *size += fabs(slope * steps);
+        sum -= slope * steps;
+    }
     return sum + bias;
 }
 
@@ -391,17 +447,19 @@ static double score(const test *t, const expected *x, int64_t b, int64_t h, int6
 static void expect(const test *t, expected *x, int64_t b, int64_t h, int64_t i)
 {
     const mha_params *p = &t->params;
-    int64_t visible = visible_keys(t, b, i);
+    double sink = t->sinks.memory.base ? get(&t->sinks, 0, h, 0, 0) : -INFINITY;
     double unit = p->dtype == MHA_F32 ? FLT_EPSILON / 2 : DBL_EPSILON / 2, key_size;
-    double highest = -INFINITY, sum = 0, size = 0;
+    double highest = sink, sum = 0, size = fabs(sink) < 1e30 ? fabs(sink) : 0;
     for (int64_t e = 0; e < p->head_dim; e++) x->query[e] = p->scale * get(&t->query, b, h, i, e);
     for (int64_t j = 0; j < p->kv_len; j++) {
-        double s = j < visible ? score(t, x, b, h, i, j, &key_size) : -INFINITY;
-        if (j < visible && key_size > size) size = key_size;
+        key_size = 0;
+        double s = sees(t, b, i, j) ? score(t, x, b, h, i, j, &key_size) : -INFINITY;
+        if (key_size > size) size = key_size;
         if (s > highest || s != s) highest = s;
         x->weights[j] = s;
     }
     for (int64_t n = 0; n < p->value_dim; n++) x->out[n] = 0;
+    if (sink > -INFINITY) sum = exp(sink - highest);
     for (int64_t j = 0; j < p->kv_len; j++) {
         x->weights[j] = x->weights[j] == -INFINITY ? 0 : exp(x->weights[j] - highest);
         sum += x->weights[j];
@@ -433,6 +491,16 @@ static void compare(checker *c, test *t, const char *what, const view *v, const 
     }
 }
 
+/* The rows of weights that belong to a query. */
+static void compare_weights(checker *c, test *t, const int64_t at[3], const expected *x)
+{
+    double tiny = t->params.dtype == MHA_F32 ? FLT_MIN : DBL_MIN; /* a level may flush what is below */
+    if (!t->params.weight_rows) compare(c, t, "weights", &t->weights, at, x->weights, tiny, x->tolerance);
+    for (int64_t n = 0; n < t->params.num_weight_rows; n++)
+        if (t->chosen[n] == at[2])
+            compare(c, t, "weights", &t->weights, (const int64_t[]){at[0], at[1], n}, x->weights, tiny, x->tolerance);
+}
+
 static void compare_all(checker *c, test *t)
 {
     const mha_params *p = &t->params;
@@ -447,7 +515,7 @@ static void compare_all(checker *c, test *t)
                 expect(t, &x, b, h, i);
                 compare(c, t, "out", &t->out, at, x.out, x.tolerance, 0);
                 if (p->lse.data) compare(c, t, "lse", &t->lse, at, &x.lse, x.tolerance, 0);
-                if (p->weights.data) compare(c, t, "weights", &t->weights, at, x.weights, 0, x.tolerance);
+                if (p->weights.data) compare_weights(c, t, at, &x);
             }
             free(x.keys);
             free(x.values);
@@ -484,7 +552,8 @@ static uint64_t digest_results(const test *t)
 static uint64_t digest_inputs(const test *t)
 {
     return digest(&t->query.memory) + 3 * digest(&t->key.memory) + 5 * digest(&t->value.memory) +
-           7 * digest(&t->mask.memory) + 9 * digest(&t->lengths.memory) + 11 * digest(&t->offset.memory);
+           7 * digest(&t->mask.memory) + 9 * digest(&t->lengths.memory) + 11 * digest(&t->offset.memory) +
+           13 * digest(&t->slopes.memory) + 15 * digest(&t->sinks.memory);
 }
 
 /* One call with a workspace of just the size asked for, at an address that is aligned for no vector. */
@@ -509,6 +578,7 @@ static void check_first_rows(checker *c, test *t, const unsigned char *whole)
     mha_params *p = &t->params;
     int64_t q_len = p->q_len, few = mha_few_rows() / t->group;
     p->q_len = q_len > few ? larger(q_len / 2, few + 1) : (q_len + 1) / 2;
+    if (p->weight_rows) p->weights.data = NULL; /* they may be among the last rows */
     call(c, t, 1);
     for (int64_t b = 0; b < t->batches; b++)
         for (int64_t h = 0; h < p->num_heads; h++)
@@ -526,7 +596,8 @@ static void check_first_rows(checker *c, test *t, const unsigned char *whole)
 
 static void close_test(checker *c, test *t)
 {
-    view *views[] = {&t->query, &t->key, &t->value, &t->mask, &t->lengths, &t->offset, &t->out, &t->lse, &t->weights};
+    view *views[] = {&t->query,  &t->key,   &t->value, &t->mask, &t->lengths, &t->offset,
+                     &t->slopes, &t->sinks, &t->out,   &t->lse,  &t->weights};
     if (digest_inputs(t) != t->inputs) fail(c, t, "changed an input");
     for (int n = 0; n < COUNT(views); n++)
         if (!close_region(&views[n]->memory)) fail(c, t, "wrote beside an array");
@@ -558,11 +629,13 @@ static void check_case(checker *c, test *t)
 static unsigned draw_options(checker *c)
 {
     const unsigned masks[] = {0, 0, BOOL_MASK, FLOAT_MASK, OTHER_MASK};
-    const unsigned bits[] = {PADDED,  STRIDED, REVERSED, ROWS_FIRST,  BROADCAST, MIXED,
-                             LENGTHS, CAUSAL,  WEIGHTS,  OUT_STRIDED, POISON};
+    const unsigned bits[] = {PADDED,  STRIDED,     REVERSED, ROWS_FIRST, BROADCAST, MIXED,  LENGTHS, CAUSAL,
+                             WEIGHTS, OUT_STRIDED, POISON,   WINDOW,     SOFTCAP,   SLOPES, SINKS,   CHOSEN};
     unsigned options = masks[draw(c, COUNT(masks))];
     for (int n = 0; n < COUNT(bits); n++)
         if (draw(c, 4) == 0) options |= bits[n];
+    /* there a weight may become 0, and 0 times infinity is NaN */
+    if (options & (SLOPES | SINKS)) options &= ~(unsigned)POISON;
     return options | (draw(c, 2) ? LSE : 0) | (draw(c, 2) ? ONE_LENGTH : 0) | (draw(c, 3) == 0 ? ONE_MASK_ROW : 0);
 }
 
@@ -755,12 +828,13 @@ static void open_layer(checker *c, layer_test *l, int64_t width)
     p->lengths = t->lengths.array;
     p->offset = t->offset.array;
     p->causal = (t->options & CAUSAL) != 0;
+    open_rules(c, t);
 }
 
 static void close_layer(checker *c, layer_test *l)
 {
     test *t = &l->attention;
-    view *views[] = {&l->out, &t->query, &t->key, &t->value, &t->mask, &t->lengths, &t->offset};
+    view *views[] = {&l->out, &t->query, &t->key, &t->value, &t->mask, &t->lengths, &t->offset, &t->slopes, &t->sinks};
     int intact = 1;
     for (int n = 0; n < COUNT(views); n++) intact &= close_region(&views[n]->memory);
     for (int m = 0; m < MAPS; m++)
@@ -850,6 +924,34 @@ static void check_exponentials(checker *c, mha_isa isa, mha_dtype dtype)
     }
 }
 
+/* ---- the hyperbolic tangent */
+
+static void check_tanh(checker *c, mha_isa isa, mha_dtype dtype, double x)
+{
+    int64_t bytes = item_bytes(dtype);
+    region from = open_region(bytes), to = open_region(bytes);
+    view source = {.inner = 1, .array = {.data = (char *)content(&from), .dtype = dtype}}, result = source;
+    result.array.data = (char *)content(&to);
+    set(&source, 0, 0, 0, 0, x);
+    mha_tanh(isa, dtype, content(&from), content(&to), 1);
+    double got = get(&result, 0, 0, 0, 0), want = tanh(get(&source, 0, 0, 0, 0));
+    /* 5 u: the polynomial's error and roundings, or those of an exponential, a difference and a quotient */
+    int right = is_close(got, want, 5 * (dtype == MHA_F32 ? FLT_EPSILON / 2 : DBL_EPSILON / 2) * fabs(want));
+    int intact = close_region(&from) & close_region(&to);
+    if (!right || !intact)
+        printf("FAILED %s %s: tanh(%.17g) = %.17g, expected %.17g\n", mha_isa_name(isa), dtype_name(dtype), x, got,
+               want);
+    c->passed += right && intact;
+    c->failed += !right || !intact;
+}
+
+static void check_tanhs(checker *c, mha_isa isa, mha_dtype dtype)
+{
+    const double edges[] = {0, 0.625, -0.625, 1e-30, 40, -40, 1e30, INFINITY, -INFINITY, NAN};
+    for (int n = 0; n < COUNT(edges); n++) check_tanh(c, isa, dtype, edges[n]);
+    for (int n = 0; n < 2000; n++) check_tanh(c, isa, dtype, draw_real(c) * (n % 2 ? 1 : 12));
+}
+
 /* ---- refusals */
 
 static void expect_status(checker *c, const char *what, mha_status got, mha_status want)
@@ -869,6 +971,8 @@ static void check_refusals(checker *c, mha_isa isa)
     const mha_params good = {.isa = isa,
                              .dtype = MHA_F32,
                              .num_threads = 1,
+                             .window_left = -1,
+                             .window_right = -1,
                              .scale = 1,
                              .num_heads = 1,
                              .num_kv_heads = 1,
@@ -914,6 +1018,12 @@ static void check_refusals(checker *c, mha_isa isa)
     p.num_kv_heads = 0;
     expect_status(c, "query heads without key heads", forward(&p), MHA_ERR_SHAPE);
     p = good;
+    p.window_left = 0;
+    expect_status(c, "a window without an offset", forward(&p), MHA_ERR_SHAPE);
+    p = good;
+    p.slopes = array;
+    expect_status(c, "slopes without an offset", forward(&p), MHA_ERR_SHAPE);
+    p = good;
     p.q_len = 0;
     expect_status(c, "nothing to do", forward(&p), MHA_OK);
     p = good;
@@ -936,6 +1046,7 @@ int main(int argc, char **argv)
             int64_t failed = c.failed;
             c.random = c.seed;
             check_exponentials(&c, (mha_isa)isa, (mha_dtype)dtype);
+            check_tanhs(&c, (mha_isa)isa, (mha_dtype)dtype);
             check_level(&c, (mha_isa)isa, (mha_dtype)dtype);
             check_layers(&c, (mha_isa)isa, (mha_dtype)dtype);
             printf("%s %s: %lld failed\n", mha_isa_name((mha_isa)isa), dtype_name((mha_dtype)dtype),
