@@ -3,11 +3,14 @@ from typing import Any
 from numpy.typing import ArrayLike, NDArray
 
 from mha_fast._validate import Call, LayerCall
+from mha_fast._validate_sequences import CacheCall, VarlenCall
 from mha_fast.reference import scaled_dot_product_attention as scaled_dot_product_attention
 
 __test__: dict[str, str]
 
 def attend(call: Call) -> Any: ...
+def attend_varlen(call: VarlenCall) -> Any: ...
+def attend_cache(call: CacheCall, query_rows: NDArray[Any]) -> Any: ...
 def attend_layer(call: LayerCall, attention: Call) -> Any: ...
 def layer_forward(
     module: Any,

@@ -76,8 +76,8 @@ def bind_config(dict namespace):
 
 # ---- filling the struct
 
-# The type number that ml_dtypes' bfloat16 was registered under, known once an array of it has come: the name tells it, and
-# what costs little is asked first.
+# The type number that ml_dtypes' bfloat16 was registered under, known once an array of it has come: the name tells it,
+# and what costs little is asked first.
 cdef int bfloat16_num = -1
 
 
@@ -384,7 +384,9 @@ cdef bint plain_mask(mha_array *a, object mask, mha_params *p) noexcept:
         return False
     array = mask
     ndim = cnp.PyArray_NDIM(array)
-    if not (is_plain(mask, cnp.NPY_BOOL, ndim) or is_plain(mask, number_of(p.dtype), ndim)) or ndim < 1 or ndim > lead + 3:
+    if not (is_plain(mask, cnp.NPY_BOOL, ndim) or is_plain(mask, number_of(p.dtype), ndim)):
+        return False
+    if ndim < 1 or ndim > lead + 3:
         return False
     a.data = <char *> cnp.PyArray_DATA(array)
     a.dtype = dtype_of(array)

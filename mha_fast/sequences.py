@@ -7,7 +7,6 @@ from mha_fast.reference import apply_rotary, merge_states
 __all__ = ["KVCache", "apply_rotary", "attention_with_kvcache", "merge_states", "varlen_attention"]
 
 
-
 def _attend_cache(call):
     """Write the new tokens, rotate the query, attend."""
     state, query = call.state, call.query

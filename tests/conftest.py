@@ -4,7 +4,7 @@ import contextlib
 import math
 import zlib
 
-import ml_dtypes  # noqa: F401: NumPy knows the name bfloat16 from then on
+import ml_dtypes  # noqa: F401  (NumPy knows the name bfloat16 from then on)
 import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
@@ -116,9 +116,10 @@ def attend():
 
 
 def pair_rounding(rows, *arrays):
-    """What rounding the weights adds, relative to the values, where the level in force multiplies pairs of bfloat16 numbers.
+    """What rounding the weights to bfloat16 adds, relative to the values: 0 where the level in force does not do it.
 
-    Panels alone do, and only where all arrays are bfloat16. Half a step of each weight; twice, for the sum is not rounded.
+    Panels of levels that multiply pairs do, where all arrays are bfloat16. Half a step of each weight; twice, for the
+    sum is not rounded.
     """
     pairs = mha_fast.show_config()["level"].endswith("_bf16") and rows > CONFIG["few_rows"]
     return 2.0**-8 if pairs and all(x.dtype.name == "bfloat16" for x in arrays) else 0.0

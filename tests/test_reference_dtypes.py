@@ -9,7 +9,7 @@ import pytest
 from conftest import allowed, assert_close, draw, exact, largest, largest_score, qkv, rounding
 from formula import formula
 
-from mha_fast import _validate, reference
+from mha_fast import _validate
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = [np.dtype("float16"), BFLOAT16]
