@@ -4,7 +4,7 @@ import contextlib
 import math
 import zlib
 
-import ml_dtypes  # noqa: F401: NumPy knows the name bfloat16 from then on
+import ml_dtypes
 import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
@@ -13,11 +13,12 @@ import mha_fast
 from mha_fast import _config, reference, sequences
 
 DTYPES = ("float32", "float64")
-HALVES = ("float16", "bfloat16")
+# Names that NumPy knows: of the second from the import of ml_dtypes on.
+HALVES = ("float16", np.dtype(ml_dtypes.bfloat16).name)
 CONFIG = mha_fast.show_config()
 LEVELS = CONFIG["levels_built"]
-# What a test runs on that takes the fixture `attention`: the reference, and levels of the fast function. The fixture `forms`
-# has the same choice; TODO: its functions are the reference's on every level so far.
+# What a test runs on that takes the fixture `attention`: the reference, and levels of the fast function.
+# TODO: the functions of the fixture `forms` are the reference's on every level so far.
 IMPLEMENTATIONS = ("reference", *LEVELS)
 FORMS = ("reference",)
 # TODO: options that the C core does not know yet; on a level they skip the test.
