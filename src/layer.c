@@ -112,7 +112,8 @@ static mha_status make_layer_plan(layer_plan *plan, const mha_layer *layer, char
     int64_t attended_row = spread(plan, out->linear.depth);
     /* A task reads its queries before it writes their results, so both take one place, but for weights, which come later. */
     char *attended = plan->maps[QUERY].out;
-    if (p->weights.data) attended = take(plan, mha_saturating(mha_saturating(out->rows, attended_row), plan->item));
+    if (p->weights.data || p->head_dim != p->value_dim)
+        attended = take(plan, mha_saturating(mha_saturating(out->rows, attended_row), plan->item));
     plan->rows_bytes = mha_align_up(mha_saturating(ROWS * plan->item, mha_min(depth, INT64_MAX / 4096)));
     plan->rows = take(plan, mha_saturating(plan->rows_bytes, plan->threads));
     p->query = heads_of(plan, &plan->maps[QUERY], p->head_dim);

@@ -192,7 +192,8 @@ static int64_t task_splits(const mha_plan *plan)
 void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
 {
     plan->p = p;
-    int pairs = p->query.dtype == MHA_BF16 && p->key.dtype == MHA_BF16 && p->value.dtype == MHA_BF16;
+    int pairs =
+        p->dtype == MHA_F32 && p->query.dtype == MHA_BF16 && p->key.dtype == MHA_BF16 && p->value.dtype == MHA_BF16;
     plan->kernels = levels[p->isa].kernels[pairs ? MHA_PAIRS : p->dtype];
     if (!plan->kernels) plan->kernels = levels[p->isa].kernels[p->dtype];
     plan->batches = 1;

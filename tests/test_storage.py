@@ -20,7 +20,7 @@ from conftest import (
 
 ALL_BITS = np.arange(65536, dtype=np.uint16)
 FEW_ROWS = CONFIG["few_rows"]
-# Either kernel, of few queries and of panels; key and value are converted in registers by one, in a copy by the other.
+# Either kernel, of few queries and of panels: one converts keys and values in registers, the other in a copy.
 FAMILIES = pytest.mark.parametrize("queries", [1, FEW_ROWS + 1])
 half = pytest.mark.parametrize("dtype", [np.dtype(name) for name in HALVES], ids=str)
 
@@ -69,7 +69,7 @@ def test_every_value(isa, attend, dtype, queries, finite):
 @FAMILIES
 @pytest.mark.parametrize("width", [1, 64])
 def test_every_key(isa, attend, dtype, queries, width):
-    """One key, and a query that picks one of its numbers: that is the log-sum-exp. Vectors, and the tail alone."""
+    """One key, and a query that picks one of its numbers: the log-sum-exp is it. Vectors, and the tail alone."""
     numbers = every(dtype, finite=True)
     key = numbers[: len(numbers) // width * width].reshape(-1, 1, 1, width)
     for picked in (0, width // 2, width - 1):

@@ -45,7 +45,7 @@ static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* ---- memory between guard bands */
 
-enum { GUARD = 256, UNSET = 0xff }; /* bytes of 0xff are NaN as float and as double */
+enum { GUARD = 256, UNSET = 0xff }; /* bytes of 0xff are NaN in every floating dtype */
 
 typedef struct region {
     unsigned char *base;
@@ -121,21 +121,56 @@ enum {
     SOFTCAP = 1 << 19,
     SLOPES = 1 << 20,
     SINKS = 1 << 21,
-    CHOSEN = 1 << 22
+    CHOSEN = 1 << 22,
+    HALF_OUT = 1 << 23
 };
 static const char *const option_names[] = {
     "padded",     "strided",      "reversed", "rows first", "broadcast",   "far",    "mixed",     "lengths",
     "one length", "causal",       "lse",      "weights",    "out strided", "poison", "bool mask", "float mask",
-    "other mask", "one mask row", "window",   "softcap",    "slopes",      "sinks",  "chosen"};
+    "other mask", "one mask row", "window",   "softcap",    "slopes",      "sinks",  "chosen",    "half out"};
 
 typedef struct view {
     mha_array array;
+    const struct view *scale;                /* of each row, beside MHA_I8 alone */
     int64_t outer, inner, heads, rows, cols; /* outer, inner: the leading dimensions */
     region memory;
 } view;
 
 static const char *dtype_name(mha_dtype dtype) { return dtype == MHA_F32 ? "float32" : "float64"; }
-static int64_t item_bytes(mha_dtype dtype) { return dtype == MHA_BOOL ? 1 : dtype == MHA_F32 ? 4 : 8; }
+static int64_t item_bytes(mha_dtype dtype)
+{
+    if (dtype == MHA_BOOL || dtype == MHA_I8) return 1;
+    return dtype == MHA_F16 || dtype == MHA_BF16 ? 2 : dtype == MHA_F32 ? 4 : 8;
+}
+
+/* ---- float16 and bfloat16, from their definition */
+
+static int fraction_bits(mha_dtype half) { return half == MHA_F16 ? 10 : 7; }
+static int exponent_bias(mha_dtype half) { return half == MHA_F16 ? 15 : 127; }
+
+static double half_number(mha_dtype half, uint16_t bits)
+{
+    int fraction = fraction_bits(half), bias = exponent_bias(half), exponent = (bits & 0x7fff) >> fraction;
+    int mantissa = bits & ((1 << fraction) - 1);
+    double size = exponent > 2 * bias ? (mantissa ? NAN : INFINITY)
+                  : exponent          ? ldexp((1 << fraction) + mantissa, exponent - bias - fraction)
+                                      : ldexp(mantissa, 1 - bias - fraction);
+    return bits & 0x8000 ? -size : size;
+}
+
+/* Rounded to nearest, ties to even. */
+static uint16_t half_bits(mha_dtype half, double x)
+{
+    int fraction = fraction_bits(half), bias = exponent_bias(half), exponent = 0;
+    int sign = signbit(x) ? 0x8000 : 0, infinity = (2 * bias + 1) << fraction;
+    if (x != x) return (uint16_t)(infinity + 1);
+    if (isinf(x) || x == 0) return (uint16_t)(sign | (x == 0 ? 0 : infinity));
+    frexp(x, &exponent);
+    exponent = (int)larger(exponent - 1, 1 - bias);
+    int64_t steps = (int64_t)rint(ldexp(fabs(x), fraction - exponent));
+    int64_t bits = ((int64_t)(exponent + bias) << fraction) + steps - (1 << fraction);
+    return (uint16_t)(sign | smaller(bits, infinity));
+}
 
 /* An array (*lead, heads, rows, cols), laid out as the options say, between guard bands that its last element
  * touches. A single head or row has stride 0 and so serves any number of them. */
@@ -170,17 +205,30 @@ static char *cell(const view *v, int64_t b, int64_t h, int64_t i, int64_t c)
     return a->data + (lead + h * a->head + i * a->row + c * a->col) * item_bytes(a->dtype);
 }
 
-static double get(const view *v, int64_t b, int64_t h, int64_t i, int64_t c)
+static double number_at(mha_dtype dtype, const char *from)
 {
-    const char *from = cell(v, b, h, i, c);
-    if (v->array.dtype == MHA_F32) return *(const float *)from;
-    return v->array.dtype == MHA_F64 ? *(const double *)from : *from;
+    if (dtype == MHA_F16 || dtype == MHA_BF16) return half_number(dtype, *(const uint16_t *)from);
+    if (dtype == MHA_F32) return *(const float *)from;
+    return dtype == MHA_F64 ? *(const double *)from : *(const signed char *)from;
 }
 
+static double get(const view *v, int64_t b, int64_t h, int64_t i, int64_t c)
+{
+    double number = number_at(v->array.dtype, cell(v, b, h, i, c));
+    return v->scale ? number * get(v->scale, b, h, i, 0) : number;
+}
+
+/* Integers are rounded and have no other number than finite ones; those go to their scale, and so to the whole row. */
 static void set(const view *v, int64_t b, int64_t h, int64_t i, int64_t c, double x)
 {
     char *to = cell(v, b, h, i, c);
-    if (v->array.dtype == MHA_F32)
+    if (v->scale && !isfinite(x))
+        set(v->scale, b, h, i, 0, x);
+    else if (v->scale)
+        *(signed char *)to = (signed char)rint(x / get(v->scale, b, h, i, 0));
+    else if (v->array.dtype == MHA_F16 || v->array.dtype == MHA_BF16)
+        *(uint16_t *)to = half_bits(v->array.dtype, x);
+    else if (v->array.dtype == MHA_F32)
         *(float *)to = (float)x;
     else if (v->array.dtype == MHA_F64)
         *(double *)to = x;
@@ -197,7 +245,7 @@ typedef struct test {
     mha_params params;
     unsigned options;
     int64_t batches, group;
-    view query, key, value, mask, lengths, offset, slopes, sinks, out, lse, weights;
+    view query, key, value, key_scale, value_scale, mask, lengths, offset, slopes, sinks, out, lse, weights;
     int64_t chosen[5]; /* queries whose weights are wanted */
     uint64_t inputs;   /* their digest */
     int failed;
@@ -356,31 +404,57 @@ static void spoil(checker *c, test *t)
     }
 }
 
+/* The dtype of an input: that of the computation or, where they are mixed, often another one. */
+static mha_dtype draw_dtype(checker *c, const test *t, int count)
+{
+    const mha_dtype others[] = {t->params.dtype == MHA_F32 ? MHA_F64 : MHA_F32, MHA_F16, MHA_BF16, MHA_I8};
+    int64_t drawn = draw(c, count + 1);
+    return t->options & MIXED && drawn < count ? others[drawn] : t->params.dtype;
+}
+
+/* Keys or values, with their scales where they are integers. */
+static void open_cached(checker *c, const test *t, view *v, view *scale, int64_t cols)
+{
+    const mha_params *p = &t->params;
+    *v = open_view(draw_dtype(c, t, 4), p->lead_shape, p->num_kv_heads, p->kv_len, cols, t->options);
+    if (v->array.dtype == MHA_I8) {
+        *scale = open_view(MHA_F32, p->lead_shape, p->num_kv_heads, p->kv_len, 1, t->options);
+        for (int64_t b = 0; b < t->batches; b++)
+            for (int64_t h = 0; h < scale->heads; h++)
+                for (int64_t j = 0; j < scale->rows; j++) set(scale, b, h, j, 0, (2 + draw_real(c)) / (3 * 127.0));
+        v->scale = scale;
+    }
+    for (int64_t b = 0; b < t->batches; b++)
+        for (int64_t h = 0; h < v->heads; h++)
+            for (int64_t j = 0; j < v->rows; j++)
+                for (int64_t n = 0; n < cols; n++)
+                    set(v, b, h, j, n, draw_real(c) * (v->scale ? 127 * get(v->scale, b, h, j, 0) : 1));
+}
+
 static void open_test(checker *c, test *t)
 {
     mha_params *p = &t->params;
-    mha_dtype other = p->dtype == MHA_F32 ? MHA_F64 : MHA_F32;
     unsigned options = t->options, plain = options & ~(unsigned)(BROADCAST | STRIDED | REVERSED | FAR);
     const int64_t *lead = p->lead_shape;
-    t->query = open_view(options & MIXED ? other : p->dtype, lead, p->num_heads, p->q_len, p->head_dim, options & ~FAR);
-    t->key = open_view(options & MIXED && draw(c, 2) ? other : p->dtype, lead, p->num_kv_heads, p->kv_len, p->head_dim,
-                       options);
-    t->value = open_view(options & MIXED ? other : p->dtype, lead, p->num_kv_heads, p->kv_len, p->value_dim, options);
-    t->out = open_view(p->dtype, lead, p->num_heads, p->q_len, p->value_dim,
+    mha_dtype result = p->dtype == MHA_F64 || !(options & HALF_OUT) ? p->dtype : draw(c, 2) ? MHA_F16 : MHA_BF16;
+    t->query = open_view(draw_dtype(c, t, 3), lead, p->num_heads, p->q_len, p->head_dim, options & ~(unsigned)FAR);
+    t->out = open_view(result, lead, p->num_heads, p->q_len, p->value_dim,
                        plain | (options & OUT_STRIDED ? STRIDED | REVERSED : 0));
     if (options & LSE) t->lse = open_view(p->dtype, lead, p->num_heads, p->q_len, 1, plain);
     open_rules(c, t);
     int64_t weight_rows = p->weight_rows ? p->num_weight_rows : p->q_len;
     if (options & WEIGHTS) t->weights = open_view(p->dtype, lead, p->num_heads, weight_rows, p->kv_len, plain);
     fill_uniform(c, &t->query);
-    fill_uniform(c, &t->key);
-    fill_uniform(c, &t->value);
+    open_cached(c, t, &t->key, &t->key_scale, p->head_dim);
+    open_cached(c, t, &t->value, &t->value_scale, p->value_dim);
     open_mask(c, t);
     open_lengths(c, t);
     spoil(c, t);
     p->query = t->query.array;
     p->key = t->key.array;
     p->value = t->value.array;
+    p->key_scale = t->key_scale.array;
+    p->value_scale = t->value_scale.array;
     p->mask = t->mask.array;
     p->lengths = t->lengths.array;
     p->causal = (options & CAUSAL) != 0;
@@ -506,6 +580,8 @@ static void compare_all(checker *c, test *t)
     const mha_params *p = &t->params;
     expected x = {
         .query = new_numbers(p->head_dim), .weights = new_numbers(p->kv_len), .out = new_numbers(p->value_dim)};
+    /* what is below the normal numbers is far below the tolerance */
+    double rounding = t->out.array.dtype == p->dtype ? 0 : ldexp(1, -1 - fraction_bits(t->out.array.dtype));
     for (int64_t b = 0; b < t->batches; b++)
         for (int64_t h = 0; h < p->num_heads; h++) {
             x.keys = dense(&t->key, b, h / t->group);
@@ -513,7 +589,7 @@ static void compare_all(checker *c, test *t)
             for (int64_t i = 0; i < p->q_len; i++) {
                 const int64_t at[] = {b, h, i};
                 expect(t, &x, b, h, i);
-                compare(c, t, "out", &t->out, at, x.out, x.tolerance, 0);
+                compare(c, t, "out", &t->out, at, x.out, x.tolerance, rounding);
                 if (p->lse.data) compare(c, t, "lse", &t->lse, at, &x.lse, x.tolerance, 0);
                 if (p->weights.data) compare_weights(c, t, at, &x);
             }
@@ -553,7 +629,8 @@ static uint64_t digest_inputs(const test *t)
 {
     return digest(&t->query.memory) + 3 * digest(&t->key.memory) + 5 * digest(&t->value.memory) +
            7 * digest(&t->mask.memory) + 9 * digest(&t->lengths.memory) + 11 * digest(&t->offset.memory) +
-           13 * digest(&t->slopes.memory) + 15 * digest(&t->sinks.memory);
+           13 * digest(&t->slopes.memory) + 15 * digest(&t->sinks.memory) + 17 * digest(&t->key_scale.memory) +
+           19 * digest(&t->value_scale.memory);
 }
 
 /* One call with a workspace of just the size asked for, at an address that is aligned for no vector. */
@@ -587,17 +664,18 @@ static void check_first_rows(checker *c, test *t, const unsigned char *whole)
                     const char *element = cell(&t->out, b, h, i, n);
                     const unsigned char *before = whole + (element - (const char *)content(&t->out.memory));
                     double got = get(&t->out, b, h, i, n);
-                    if (!t->failed && got == got && memcmp(element, before, (size_t)item_bytes(p->dtype)) != 0)
+                    mha_dtype dtype = t->out.array.dtype;
+                    if (!t->failed && got == got && memcmp(element, before, (size_t)item_bytes(dtype)) != 0)
                         fail_at(c, t, "other bits without the last rows: out", (const int64_t[]){b, h, i, n}, got,
-                                p->dtype == MHA_F32 ? *(const float *)before : *(const double *)before);
+                                number_at(dtype, (const char *)before));
                 }
     p->q_len = q_len;
 }
 
 static void close_test(checker *c, test *t)
 {
-    view *views[] = {&t->query,  &t->key,   &t->value, &t->mask, &t->lengths, &t->offset,
-                     &t->slopes, &t->sinks, &t->out,   &t->lse,  &t->weights};
+    view *views[] = {&t->query,  &t->key,    &t->value, &t->key_scale, &t->value_scale, &t->mask,   &t->lengths,
+                     &t->offset, &t->slopes, &t->sinks, &t->out,       &t->lse,         &t->weights};
     if (digest_inputs(t) != t->inputs) fail(c, t, "changed an input");
     for (int n = 0; n < COUNT(views); n++)
         if (!close_region(&views[n]->memory)) fail(c, t, "wrote beside an array");
@@ -629,8 +707,8 @@ static void check_case(checker *c, test *t)
 static unsigned draw_options(checker *c)
 {
     const unsigned masks[] = {0, 0, BOOL_MASK, FLOAT_MASK, OTHER_MASK};
-    const unsigned bits[] = {PADDED,  STRIDED,     REVERSED, ROWS_FIRST, BROADCAST, MIXED,  LENGTHS, CAUSAL,
-                             WEIGHTS, OUT_STRIDED, POISON,   WINDOW,     SOFTCAP,   SLOPES, SINKS,   CHOSEN};
+    const unsigned bits[] = {PADDED,      STRIDED, REVERSED, ROWS_FIRST, BROADCAST, MIXED, LENGTHS, CAUSAL,  WEIGHTS,
+                             OUT_STRIDED, POISON,  WINDOW,   SOFTCAP,    SLOPES,    SINKS, CHOSEN,  HALF_OUT};
     unsigned options = masks[draw(c, COUNT(masks))];
     for (int n = 0; n < COUNT(bits); n++)
         if (draw(c, 4) == 0) options |= bits[n];
@@ -690,6 +768,54 @@ static void check_level(checker *c, mha_isa isa, mha_dtype dtype)
     /* rows of keys so far apart that they are copied */
     check_sizes(c, isa, dtype, 4 * panel + 1, 4 * split + 1, 3, lanes, FAR | BROADCAST);
     check_sizes(c, isa, dtype, few + 1, 4 * split + 1, 3, lanes, FAR | BROADCAST | BOOL_MASK | POISON);
+}
+
+/* ---- rounding to float16 and bfloat16 */
+
+/* Values of one key, so the result is their rounding: numbers of the dtype, those halfway between two of them and those next to
+ * halfway, beyond the largest too. */
+static void fill_halfway(mha_dtype half, float *values)
+{
+    for (int bits = 0; bits < 0x8000; bits++) {
+        double number = half_number(half, (uint16_t)bits), next = half_number(half, (uint16_t)(bits + 1));
+        if (next == INFINITY) next = ldexp(1, exponent_bias(half) + 1);
+        float halfway = number < INFINITY ? (float)((number + next) / 2) : (float)number;
+        const float four[] = {(float)number, halfway, nextafterf(halfway, 0), nextafterf(halfway, INFINITY)};
+        for (int n = 0; n < 4; n++) {
+            values[8 * bits + n] = four[n];
+            values[8 * bits + 4 + n] = -four[n];
+        }
+    }
+}
+
+static void check_rounding(checker *c, mha_isa isa, mha_dtype half)
+{
+    enum { NUMBERS = 8 * 0x8000 };
+    float zero = 0, *values = malloc(NUMBERS * sizeof *values);
+    uint16_t *out = malloc(NUMBERS * sizeof *out);
+    mha_params p = {.isa = isa, .dtype = MHA_F32, .num_threads = 1, .scale = 1, .num_heads = 1, .num_kv_heads = 1};
+    p.window_left = p.window_right = -1;
+    p.q_len = p.kv_len = p.head_dim = 1;
+    p.value_dim = NUMBERS;
+    p.query.data = p.key.data = (char *)&zero;
+    p.value = (mha_array){.data = (char *)values, .col = 1};
+    p.out = (mha_array){.data = (char *)out, .dtype = half, .col = 1};
+    int64_t bytes = mha_workspace_bytes(&p);
+    char *workspace = malloc((size_t)bytes);
+    if (!values || !out || !workspace) exit(1);
+    fill_halfway(half, values);
+    int wrong = mha_forward(&p, workspace, bytes) != MHA_OK;
+    if (wrong) printf("FAILED %s: a half-precision result is refused\n", mha_isa_name(isa));
+    for (int n = 0; n < NUMBERS && !wrong; n++) {
+        double want = half_number(half, half_bits(half, values[n])), got = half_number(half, out[n]);
+        wrong = !is_close(got, want, 0);
+        if (wrong) printf("FAILED %s: %a rounded to %a, expected %a\n", mha_isa_name(isa), values[n], got, want);
+    }
+    free(workspace);
+    free(out);
+    free(values);
+    c->passed += !wrong;
+    c->failed += wrong;
 }
 
 /* ---- a layer */
@@ -1000,6 +1126,19 @@ static void check_refusals(checker *c, mha_isa isa)
     p.dtype = MHA_BOOL;
     expect_status(c, "a result of bool", forward(&p), MHA_ERR_DTYPE);
     p = good;
+    p.key.dtype = MHA_I8;
+    expect_status(c, "integers without scales", forward(&p), MHA_ERR_DTYPE);
+    p = good;
+    p.value_scale = array;
+    expect_status(c, "scales of numbers that are no integers", forward(&p), MHA_ERR_DTYPE);
+    p = good;
+    p.query.dtype = MHA_I8;
+    expect_status(c, "a query of integers", forward(&p), MHA_ERR_DTYPE);
+    p = good;
+    p.dtype = MHA_F64;
+    p.out.dtype = MHA_F16;
+    expect_status(c, "a computation in float64 with a half-precision result", forward(&p), MHA_ERR_DTYPE);
+    p = good;
     p.num_threads = 0;
     expect_status(c, "no thread", forward(&p), MHA_ERR_SHAPE);
     p = good;
@@ -1053,6 +1192,8 @@ int main(int argc, char **argv)
                    (long long)(c.failed - failed));
             fflush(stdout);
         }
+        check_rounding(&c, (mha_isa)isa, MHA_F16);
+        check_rounding(&c, (mha_isa)isa, MHA_BF16);
         check_refusals(&c, (mha_isa)isa);
     }
     if (c.failed)
