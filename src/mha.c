@@ -464,7 +464,7 @@ static void ask_for_keys(const mha_params *p, mha_task *task, const place *place
 static void look_ahead(const mha_plan *plan, mha_task *task, int64_t t)
 {
     const mha_params *p = plan->p;
-    int64_t share = t % plan->row_tasks, next_head = t + plan->row_tasks, next = t + plan->threads;
+    int64_t share = t % plan->row_tasks, next_head = t + plan->row_tasks, next = t + plan->threads, first_key = 0;
     for (int n = 0; n < MHA_AHEAD; n++) task->ahead[n].rows = 0;
     if (p->window_left >= 0 && next < plan->tasks) {
         place place = locate(plan, next);
@@ -477,6 +477,7 @@ static void look_ahead(const mha_plan *plan, mha_task *task, int64_t t)
         /* the rest is this task's own where it is the same head */
         int64_t end = is_next_head ? highest.visible : mha_min(highest.visible, task->first);
         ask_for_keys(p, task, &place, lowest.first, end);
+        first_key = mha_min(lowest.first, end);
     } else if (p->window_left < 0 && next_head < plan->tasks) {
         place place = locate(plan, next_head);
         ask_for_keys(p, task, &place, p->kv_len * share / plan->row_tasks, p->kv_len * (share + 1) / plan->row_tasks);
@@ -486,8 +487,9 @@ static void look_ahead(const mha_plan *plan, mha_task *task, int64_t t)
         int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows);
         task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, &place), place.first_row, last, p->head_dim);
         if (p->mask.data)
-            task->ahead[4] = ahead_rows(&p->mask, head_rows(p, &p->mask, &place), place.first_row, last,
-                                        mha_min(p->kv_len, MHA_KEY_BLOCK));
+            task->ahead[4] = ahead_rows(
+                &p->mask, head_rows(p, &p->mask, &place) + first_key * p->mask.col * mha_item_bytes(p->mask.dtype),
+                place.first_row, last, mha_min(p->kv_len - first_key, MHA_KEY_BLOCK));
         task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, &place), place.first_row, last, p->value_dim);
     }
 }

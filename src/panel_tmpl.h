@@ -108,8 +108,8 @@ static FN(block) FN(seen_block)(const FN(block) *block, int64_t first)
     return seen;
 }
 
-/* The border of the block that a key lies in: from there positions are counted as REAL, whatever is left out in front. */
-MHA_INLINE int64_t FN(panel_base)(const FN(block) *block) { return block->first / MHA_KEY_BLOCK * MHA_KEY_BLOCK; }
+/* The border that a block begins at, whatever is left out in front: keys and positions are counted from there as REAL. */
+MHA_INLINE int64_t FN(block_base)(const FN(block) *block) { return block->first / MHA_KEY_BLOCK * MHA_KEY_BLOCK; }
 
 /* Rows to ask for per tile of keys, so that a panel asks for all of them. */
 static int64_t FN(ahead_rows)(const mha_task *task)
@@ -153,13 +153,13 @@ static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel
         int64_t left = first + count - k, keys = mha_next_tile(left, V(key_tile)), key = block->first + k;
         int64_t asked = (key - panel->first) / V(key_tile) * panel->ahead_rows;
         if (panel->ahead) FN(look_ahead)(panel->ahead, asked, asked + panel->ahead_rows);
-        if (task->has_mask) FN(look_ahead_mask)(task, panel, block->first + MHA_KEY_BLOCK, k / V(key_tile));
+        if (task->has_mask) FN(look_ahead_mask)(task, panel, FN(block_base)(block) + MHA_KEY_BLOCK, k / V(key_tile));
         int upper = key + keys > panel->all_visible, lower = key < panel->all_first;
         int rules = always || (lower && task->has_mask), masked = task->has_mask || lower || upper;
         mask.bits = s->bits ? s->bits + k : NULL;
         mask.visible = lower || upper ? s->visible : NULL;
         mask.before = lower ? s->before : NULL;
-        mask.key = key - FN(panel_base)(block);
+        mask.key = key - FN(block_base)(block);
         for (int strip = 0; strip < panel->vecs; strip += V(query_vecs)) {
             int v = strip, end = panel->vecs < strip + V(query_vecs) ? panel->vecs : strip + V(query_vecs);
             while (upper && v < end && panel->vec_visible[v] <= key) v++;
@@ -218,7 +218,7 @@ static void FN(open_panel)(const mha_task *task, FN(scratch) *s, int p, FN(panel
 static void FN(open_lanes)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, const FN(block) *block,
                            int64_t count)
 {
-    int64_t base = FN(panel_base)(block);
+    int64_t base = FN(block_base)(block);
     int border = block->first + count > panel->all_visible || block->first < panel->all_first;
     for (int i = 0; i < panel->vecs * V(lanes); i++) s->block_max[i] = -INFINITY;
     for (int i = 0; border && i < panel->vecs * V(lanes); i++) {

@@ -1,6 +1,6 @@
 /* What is done to the scores of a tile after the product: cap, slopes, biases, and what hides keys. */
 
-/* Keys are counted from the block's border, see panel_base; numbers of lanes from the panel's first. */
+/* Keys are counted from the block's border, see block_base; numbers of lanes from the panel's first. */
 typedef struct FN(tile_mask) {
     const uint16_t
         *bits; /* [group of 16 lanes][bits_row] from the tile's first key on; NULL where there is no bool mask */
