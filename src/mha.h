@@ -40,10 +40,10 @@ typedef struct mha_params {
     double softcap; /* a score becomes softcap * tanh(score / softcap); 0: it stays */
     int64_t lead_ndim, lead_shape[MHA_MAX_LEAD];
     int64_t num_heads, num_kv_heads, q_len, kv_len, head_dim, value_dim;
-    mha_array query, key,
-        value; /* MHA_F16, MHA_BF16, MHA_F32 or MHA_F64, key and value also MHA_I8; (*lead, heads, len, depth) */
-    mha_array key_scale,
-        value_scale;   /* beside MHA_I8: MHA_F32 (*lead, heads, len); a number is its integer times this */
+    /* MHA_F16, MHA_BF16, MHA_F32 or MHA_F64, key and value also MHA_I8; (*lead, heads, len, depth) */
+    mha_array query, key, value;
+    /* Beside MHA_I8 alone: MHA_F32 (*lead, heads, len); a number is its integer times the scale of its row. */
+    mha_array key_scale, value_scale;
     mha_array mask;    /* MHA_BOOL (nonzero = may attend), MHA_F32 or MHA_F64 (added); (*lead, heads, q_len, kv_len) */
     mha_array lengths; /* MHA_I64 (*lead, q_len): query i sees key j only if j < length */
     mha_array offset;  /* MHA_I64 (*lead), within +-2^62; needed where causal, a window or slopes are set */
