@@ -20,6 +20,7 @@ from mha_fast._mha cimport (
     MHA_F64,
     MHA_I8,
     MHA_I64,
+    MHA_INLINE_NS,
     MHA_ISA_COUNT,
     MHA_MAX_LEAD,
     MHA_OK,
@@ -59,7 +60,7 @@ cnp.import_array()
 # A call of less than this keeps the GIL: giving it up may mean waiting behind another thread's switch interval.
 cdef double RELEASE_GIL_NS = 20e3
 cdef enum:
-    SMALL_WORKSPACE = 16384  # bytes
+    SMALL_WORKSPACE = 24576  # bytes
 
 cdef int OPENMP_MAX_AT_IMPORT = mha_openmp_max_threads()
 cdef int MAX_THREADS = _validate.MAX_THREADS
@@ -197,11 +198,14 @@ cdef cnp.ndarray workspace_of(cnp.npy_intp size):
 cdef int run(mha_params *p) except -1:
     """Call the core with a workspace of its own; a short call's lies on the stack."""
     cdef char small[SMALL_WORKSPACE]
-    cdef bint brief = mha_estimated_ns(p) < RELEASE_GIL_NS
+    cdef double ns = mha_estimated_ns(p)
+    cdef bint brief = ns < RELEASE_GIL_NS
     cdef mha_status status = MHA_ERR_WORKSPACE
     cdef cnp.ndarray memory
     cdef void *workspace
     cdef int64_t size
+    if ns < MHA_INLINE_NS:
+        p.num_threads = 1  # as the core would find by estimating again
     if brief:
         status = mha_forward(p, small, SMALL_WORKSPACE)
     if status == MHA_ERR_WORKSPACE:

@@ -5,6 +5,7 @@ from libc.stdint cimport int64_t
 cdef extern from "mha.h" nogil:
     enum:
         MHA_MAX_LEAD
+    const double MHA_INLINE_NS
 
     ctypedef enum mha_status:
         MHA_OK

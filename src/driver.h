@@ -55,9 +55,6 @@ void mha_attention_task(const void *plan, int phase, int64_t task, int thread);
 /* Sizes beyond this are refused before they overflow: a workspace has fewer than 2^13 bytes a unit of depth and thread. */
 #define MHA_MAX_DEPTH (INT64_MAX >> 16)
 
-/* Below this much work on one thread, waking others costs more than it gains. */
-#define MHA_INLINE_NS 10e3
-
 static inline int64_t mha_align_up(int64_t n) { return mha_round_up(n, 64); }
 /* a * b for sizes, INT64_MAX where that is beyond an int64. */
 static inline int64_t mha_saturating(int64_t a, int64_t b) { return b && a > INT64_MAX / b ? INT64_MAX : a * b; }

@@ -59,7 +59,7 @@ MHA_INLINE void FN(dot_rows)(const int rows, const mha_dtype storage, const REAL
 
 /* scores[row][key] of a block, times the scales of the keys. */
 MHA_INLINE void FN(few_scores_of)(const mha_dtype storage, const mha_task *task, FN(scratch) *s,
-                                  const mha_matrix *keys, int64_t count)
+                                  const mha_rows *keys, int64_t count)
 {
     for (int64_t r = 0, left; (left = task->num_rows - r) > 0;) {
         const REAL *query = s->query[0] + r * s->few_row;
@@ -86,7 +86,7 @@ static void FN(scale_keys)(REAL *dst, const REAL *numbers, const float *scale, i
 
 static void FN(few_scores)(const mha_task *task, FN(scratch) *s, const FN(block) *block)
 {
-    const mha_matrix *keys = &block->keys;
+    const mha_rows *keys = &block->keys;
     if (keys->dtype == REAL_DTYPE)
         FN(few_scores_of)(REAL_DTYPE, task, s, keys, block->count);
     else if (FN(few_reads)(MHA_F16) && keys->dtype == MHA_F16)
@@ -230,7 +230,7 @@ static void FN(few_softmax)(FN(scratch) *s, int64_t rows, int64_t count, const R
 }
 
 MHA_INLINE void FN(few_output_of)(const mha_dtype storage, const mha_task *task, FN(scratch) *s, const REAL *weights,
-                                  const mha_matrix *values, int64_t count, FN(state) *state, int first)
+                                  const mha_rows *values, int64_t count, FN(state) *state, int first)
 {
     int64_t cols = task->value_dim, score_row = s->score_row, row = values->row;
     for (int64_t r = 0, left; (left = task->num_rows - r) > 0;) {
@@ -252,7 +252,7 @@ MHA_INLINE void FN(few_output_of)(const mha_dtype storage, const mha_task *task,
 static void FN(few_output)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
                            int careful)
 {
-    const mha_matrix *values = &block->values;
+    const mha_rows *values = &block->values;
     const REAL *weights = values->scale ? s->scaled : s->scores;
     for (int64_t r = 0; values->scale && r < task->num_rows; r++)
         FN(scale_keys)(s->scaled + r * s->score_row, s->scores + r * s->score_row, values->scale, values->scale_row,
@@ -293,7 +293,8 @@ static void FN(few_split)(const mha_task *task, FN(scratch) *s, int64_t split, i
     FN(clear)(state, task->num_rows);
     for (int64_t first = begin; first < end; first = next) {
         next = mha_min(end, (first / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
-        FN(block) block = FN(open_block)(task, s, first, next, 0, careful);
+        FN(block) block;
+        FN(open_block)(&block, task, s, first, next, 0, careful);
         FN(few_block)(task, s, &block, state, first == begin, careful);
     }
 }

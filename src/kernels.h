@@ -46,6 +46,15 @@ typedef struct mha_matrix {
     int64_t page, scale_page; /* from one page to the next, where rows lie in pages */
 } mha_matrix;
 
+/* Rows of a key block as a kernel reads them: columns next to each other, evenly spaced. */
+typedef struct mha_rows {
+    const char *data;
+    int64_t row;
+    const float *scale;
+    int64_t scale_row;
+    mha_dtype dtype;
+} mha_rows;
+
 /* One query of a task. mask points at key 0 of the query's mask row, weights at its weights row, slope and sink at a
  * number; NULL where there is none. */
 typedef struct mha_row {

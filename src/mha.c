@@ -331,15 +331,13 @@ static void fill_ranges(const mha_plan *plan, mha_task *task, const place *place
     task->visible = visible;
 }
 
-/* One pointer of each row; an absent array has left it NULL for all tasks. */
-static void fill_pointers(const mha_plan *plan, mha_task *task, size_t field, const mha_array *a, const place *place)
+/* One pointer of each row; that of an absent array stays NULL for all tasks. */
+static void fill_pointers(const mha_plan *plan, mha_task *task, size_t field, const mha_array *a, const place *place,
+                          int64_t i, int64_t member)
 {
-    if (!a->data) return;
-    int64_t item = mha_item_bytes(a->dtype), i = place->first_row / plan->group,
-            member = place->first_row % plan->group;
+    int64_t item = mha_item_bytes(a->dtype);
     int64_t head_step = a->head * item, row_step = a->row * item - (plan->group - 1) * head_step;
     int64_t head = place->head * plan->group + member;
-    if (plan->p->q_starts) i += plan->p->q_starts[place->batch];
     char *row = at(a, lead_offset(plan->p, a, place->batch) + head * a->head + i * a->row);
     for (int64_t r = 0; r < task->num_rows; r++) {
         *(char **)((char *)(task->rows + r) + field) = row;
@@ -366,13 +364,15 @@ static void fill_rows(const mha_plan *plan, mha_task *task, const place *place, 
 {
     const mha_params *p = plan->p;
     task->num_rows = mha_min(rows - place->first_row, plan->rows_per_task);
-    fill_pointers(plan, task, offsetof(mha_row, query), &p->query, place);
-    fill_pointers(plan, task, offsetof(mha_row, mask), &p->mask, place);
-    fill_pointers(plan, task, offsetof(mha_row, slope), &p->slopes, place);
-    fill_pointers(plan, task, offsetof(mha_row, sink), &p->sinks, place);
-    fill_pointers(plan, task, offsetof(mha_row, out), &p->out, place);
-    fill_pointers(plan, task, offsetof(mha_row, lse), &p->lse, place);
-    fill_pointers(plan, task, offsetof(mha_row, weights), &p->weights, place);
+    int64_t i = place->first_row / plan->group, member = place->first_row % plan->group;
+    if (p->q_starts) i += p->q_starts[place->batch];
+    fill_pointers(plan, task, offsetof(mha_row, query), &p->query, place, i, member);
+    fill_pointers(plan, task, offsetof(mha_row, out), &p->out, place, i, member);
+    if (p->mask.data) fill_pointers(plan, task, offsetof(mha_row, mask), &p->mask, place, i, member);
+    if (p->slopes.data) fill_pointers(plan, task, offsetof(mha_row, slope), &p->slopes, place, i, member);
+    if (p->sinks.data) fill_pointers(plan, task, offsetof(mha_row, sink), &p->sinks, place, i, member);
+    if (p->lse.data) fill_pointers(plan, task, offsetof(mha_row, lse), &p->lse, place, i, member);
+    if (p->weights.data) fill_pointers(plan, task, offsetof(mha_row, weights), &p->weights, place, i, member);
     if (chosen) choose_queries(plan, task, place, chosen);
     fill_ranges(plan, task, place, chosen);
 }
@@ -640,7 +640,7 @@ static mha_status plan_call(mha_plan *plan, const mha_params *p)
 {
     mha_status status = mha_check(p);
     if (status != MHA_OK) return status;
-    int threads = mha_estimated_ns(p) < MHA_INLINE_NS ? 1 : p->num_threads;
+    int threads = p->num_threads > 1 && mha_estimated_ns(p) < MHA_INLINE_NS ? 1 : p->num_threads;
     mha_make_plan(plan, p, threads);
     if (plan->tasks < threads) mha_make_plan(plan, p, (int)mha_max(plan->tasks, 1));
     return MHA_OK;

@@ -90,6 +90,8 @@ int64_t mha_workspace_bytes(const mha_params *params);
 mha_status mha_forward(const mha_params *params, void *workspace, int64_t workspace_bytes);
 /* A coarse estimate of the nanoseconds that the call takes on one thread. */
 double mha_estimated_ns(const mha_params *params);
+/* Below this much work on one thread, waking others costs more than it gains: the call stays on the calling thread. */
+#define MHA_INLINE_NS 10e3
 
 /* The same for a layer. */
 int64_t mha_layer_workspace_bytes(const mha_layer *layer);

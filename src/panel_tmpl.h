@@ -6,10 +6,10 @@
  * Milakov & Gimelshein 2018; Rabe & Staats 2021; Dao 2023.
  */
 
-/* A key block: row 0 of keys and values is its first key; both have column stride 1. */
+/* A key block: row 0 of keys and values is its first key. */
 typedef struct FN(block) {
     int64_t first, count;
-    mha_matrix keys, values;
+    mha_rows keys, values;
 } FN(block);
 
 MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix, int64_t first, int64_t count,
@@ -19,75 +19,95 @@ MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix, int6
     return readable && matrix->col == 1 && !task->pack_keys && mha_even_keys(task, matrix, first, count) == count;
 }
 
-/* Rows first.. where they lie, or packed, from page to page. A panel's copy is made once for many queries and takes the scale in;
- * for few queries it is left to the scores and weights, so that rows in any memory have one arithmetic. */
-static mha_matrix FN(open_rows)(const mha_task *task, const mha_matrix *src, int64_t first, int64_t count, int64_t cols,
-                                int in_place, int takes_scale, REAL *packed, int64_t packed_row, float *scales)
+/* The scales of keys first.., evenly spaced; those of pages are gathered. */
+static void FN(open_scales)(mha_rows *rows, const mha_task *task, const mha_matrix *src, int64_t first, int64_t count,
+                            float *gathered)
 {
-    mha_matrix rows = *src, from = *src;
-    rows.scale = takes_scale ? NULL : mha_key_scale(task, src, first);
-    if (rows.scale && task->pages) {
-        for (int64_t k = 0; k < count; k++) scales[k] = *mha_key_scale(task, src, first + k);
-        rows.scale = scales;
-        rows.scale_row = 1;
-    }
-    rows.data = in_place ? mha_key_row(task, src, first) : (const char *)packed;
-    if (in_place) return rows;
+    rows->scale = mha_key_scale(task, src, first);
+    rows->scale_row = src->scale_row;
+    if (!task->pages) return;
+    for (int64_t k = 0; k < count; k++) gathered[k] = *mha_key_scale(task, src, first + k);
+    rows->scale = gathered;
+    rows->scale_row = 1;
+}
+
+/* Packs rows first.., from page to page. */
+static void FN(pack_keys)(REAL *dst, int64_t dst_row, const mha_task *task, const mha_matrix *src, int64_t first,
+                          int64_t count, int64_t cols, int takes_scale)
+{
+    mha_matrix from = *src;
     for (int64_t k = 0, even; k < count; k += even) {
         even = mha_even_keys(task, src, first + k, count - k);
         from.data = mha_key_row(task, src, first + k);
         from.scale = takes_scale ? mha_key_scale(task, src, first + k) : NULL;
-        FN(pack_rows)(packed + k * packed_row, packed_row, &from, 0, even, cols);
+        FN(pack_rows)(dst + k * dst_row, dst_row, &from, 0, even, cols);
     }
-    rows.dtype = REAL_DTYPE;
-    rows.row = packed_row;
-    rows.col = 1;
-    return rows;
+}
+
+/* Rows first.. where they lie, or packed. A panel's copy is made once for many queries and takes the scale in; for few queries it
+ * is left to the scores and weights, so that rows in any memory have one arithmetic. */
+static void FN(open_rows)(mha_rows *rows, const mha_task *task, const mha_matrix *src, int64_t first, int64_t count,
+                          int64_t cols, int in_place, int takes_scale, REAL *packed, int64_t packed_row,
+                          float *gathered)
+{
+    rows->scale = NULL;
+    if (src->scale && !takes_scale) FN(open_scales)(rows, task, src, first, count, gathered);
+    if (in_place) {
+        rows->data = mha_key_row(task, src, first);
+        rows->dtype = src->dtype;
+        rows->row = src->row;
+        return;
+    }
+    FN(pack_keys)(packed, packed_row, task, src, first, count, cols, takes_scale);
+    rows->data = (const char *)packed;
+    rows->dtype = REAL_DTYPE;
+    rows->row = packed_row;
 }
 
 #if PAIRS
 /* The block for a panel of pairs: keys where they lie if they are pairs there, values packed. */
-static FN(block) FN(open_pair_block)(const mha_task *task, FN(scratch) *s, int64_t first, int64_t count, int careful)
+static void FN(open_pair_block)(FN(block) *block, const mha_task *task, FN(scratch) *s, int careful)
 {
+    int64_t first = block->first, count = block->count;
     const char *keys = mha_key_row(task, &task->key, first);
     int even = task->key.row % 2 == 0 && mha_even_keys(task, &task->key, first, count) == count;
-    mha_matrix packed_keys = {.data = (const char *)s->keys, .dtype = REAL_DTYPE, .row = s->few_row, .col = 1};
-    mha_matrix values = {.data = (const char *)s->values, .dtype = REAL_DTYPE, .row = s->out_row, .col = 1};
-    FN(block) block = {first, count, packed_keys, values};
-    if (even && !task->pack_keys && FN(lies_in_pairs)(keys, task->key.col, task->head_dim)) {
-        block.keys.data = keys;
-        block.keys.row = task->key.row / 2;
-    } else {
-        for (int64_t k = 0; k < count; k++)
-            FN(copy_pairs)(s->keys + k * s->few_row, mha_key_row(task, &task->key, first + k), task->key.col,
-                           task->head_dim);
-    }
+    block->values = (mha_rows){.data = (const char *)s->values, .dtype = REAL_DTYPE, .row = s->out_row};
     FN(pack_value_pairs)(s->values, s->out_row, task, first, count, careful);
-    return block;
+    if (even && !task->pack_keys && FN(lies_in_pairs)(keys, task->key.col, task->head_dim)) {
+        block->keys = (mha_rows){.data = keys, .dtype = REAL_DTYPE, .row = task->key.row / 2};
+        return;
+    }
+    block->keys = (mha_rows){.data = (const char *)s->keys, .dtype = REAL_DTYPE, .row = s->few_row};
+    for (int64_t k = 0; k < count; k++)
+        FN(copy_pairs)(s->keys + k * s->few_row, mha_key_row(task, &task->key, first + k), task->key.col,
+                       task->head_dim);
 }
 #endif
 
 /* whole_vectors: the kernel of panels, which reads whole vectors of values in the compute dtype, so rows that are none are
  * packed. careful: non-finite values are replaced by 0, see add_non_finite. */
-static FN(block)
-    FN(open_block)(const mha_task *task, FN(scratch) *s, int64_t first, int64_t end, int whole_vectors, int careful)
+static void FN(open_block)(FN(block) *block, const mha_task *task, FN(scratch) *s, int64_t first, int64_t end,
+                           int whole_vectors, int careful)
 {
     int64_t count = end - first;
+    block->first = first;
+    block->count = count;
 #if PAIRS
-    if (whole_vectors) return FN(open_pair_block)(task, s, first, count, careful);
+    if (whole_vectors) {
+        FN(open_pair_block)(block, task, s, careful);
+        return;
+    }
 #endif
     int keys_in_place = FN(in_place)(task, &task->key, first, count, whole_vectors);
     int values_in_place = FN(in_place)(task, &task->value, first, count, whole_vectors) && !careful &&
                           !(whole_vectors && task->value_dim % V(lanes));
-    FN(block) block = {first, count,
-                       FN(open_rows)(task, &task->key, first, count, task->head_dim, keys_in_place, whole_vectors,
-                                     s->keys, s->few_row, s->key_scales),
-                       FN(open_rows)(task, &task->value, first, count, task->value_dim, values_in_place, whole_vectors,
-                                     s->values, s->out_row, s->value_scales)};
+    FN(open_rows)(&block->keys, task, &task->key, first, count, task->head_dim, keys_in_place, whole_vectors, s->keys,
+                  s->few_row, s->key_scales);
+    FN(open_rows)(&block->values, task, &task->value, first, count, task->value_dim, values_in_place, whole_vectors,
+                  s->values, s->out_row, s->value_scales);
     if (careful)
         for (int64_t i = 0; i < count * s->out_row; i++)
             if (s->values[i] - s->values[i] != 0) s->values[i] = 0;
-    return block;
 }
 
 /* The first key of a split that is visited. */
@@ -339,7 +359,8 @@ static void FN(panels_split)(const mha_task *task, FN(scratch) *s, const FN(pane
     for (int p = 0; p < num_panels; p++) FN(clear)(&states[p], panels[p].vecs * V(lanes));
     for (int64_t first = FN(split_first)(task, split); first < end; first = next) {
         next = mha_min(end, (first / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
-        FN(block) block = FN(open_block)(task, s, first, next, 1, careful);
+        FN(block) block;
+        FN(open_block)(&block, task, s, first, next, 1, careful);
         for (int p = 0; p < num_panels; p++) {
             if (panels[p].visible <= first || panels[p].first >= next) continue;
             FN(block) seen = FN(seen_block)(&block, panels[p].first);
@@ -455,7 +476,8 @@ FN(add_sink)(panels[p].rows + r, &s->total[p], r, 0);
     int64_t next;
     for (int64_t first = FN(split_first)(task, task->split_begin); first < task->visible; first = next) {
         next = mha_min(task->visible, (first / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
-        FN(block) block = FN(open_block)(task, s, first, next, 1, 0);
+        FN(block) block;
+        FN(open_block)(&block, task, s, first, next, 1, 0);
         for (int p = 0; p < num_panels; p++) {
             if (panels[p].visible <= first || panels[p].first >= next) continue;
             FN(block) seen = FN(seen_block)(&block, panels[p].first);

@@ -70,23 +70,23 @@ static void FN(write_half)(const mha_task *task, uint16_t *dst, const REAL *out,
     }
 }
 
-/* Writes factor * out to a row of the result; out may be NULL for a row of equal values. */
-static void FN(write_row)(const mha_task *task, char *row, const REAL *out, REAL factor)
+/* Writes factor * out to a row of the result whose columns are numbers of the compute dtype next to each other. */
+MHA_INLINE void FN(write_row)(REAL *RESTRICT dst, const REAL *RESTRICT out, REAL factor, int64_t cols)
+{
+    VEC scale = V(set1)(factor);
+    int64_t c = 0;
+    for (; c + V(lanes) <= cols; c += V(lanes)) V(store)(dst + c, V(mul)(V(load)(out + c), scale));
+    if (c < cols) V(store_n)(dst + c, V(mul)(V(load)(out + c), scale), cols - c);
+}
+
+/* The same to any row; out may be NULL for a row of equal values. */
+MHA_NOINLINE void FN(write_any_row)(const mha_task *task, char *row, const REAL *out, REAL factor)
 {
     REAL *dst = (REAL *)row;
-    int64_t cols = task->value_dim;
-    if (task->out_dtype != REAL_DTYPE) {
+    if (task->out_dtype != REAL_DTYPE)
         FN(write_half)(task, (uint16_t *)row, out, factor);
-        return;
-    }
-    if (out && task->out_col == 1) {
-        VEC scale = V(set1)(factor);
-        int64_t c = 0;
-        for (; c + V(lanes) <= cols; c += V(lanes)) V(store)(dst + c, V(mul)(V(load)(out + c), scale));
-        if (c < cols) V(store_n)(dst + c, V(mul)(V(load)(out + c), scale), cols - c);
-        return;
-    }
-    for (int64_t c = 0; c < cols; c++) dst[c * task->out_col] = out ? out[c] * factor : factor;
+    else
+        for (int64_t c = 0; c < task->value_dim; c++) dst[c * task->out_col] = out ? out[c] * factor : factor;
 }
 
 /* A row of a state takes in its sink, a score without a value. Gives by how much the output, here left as it is or made 0
@@ -104,21 +104,31 @@ MHA_NOINLINE REAL FN(add_sink)(const mha_row *row, FN(state) *state, int64_t r, 
     return alpha[0];
 }
 
+/* A row whose visible scores are all -inf is 0/0; only a row that sees nothing is 0. */
+MHA_NOINLINE void FN(finish_empty)(const mha_task *task, const mha_row *row)
+{
+    int undefined = FN(sees_any)(task, row);
+    FN(write_any_row)(task, row->out, NULL, undefined ? (REAL)NAN : 0);
+    if (row->lse) *(REAL *)row->lse = undefined ? (REAL)NAN : (REAL)-INFINITY;
+}
+
 /* Normalises and writes the rows of one panel. */
 static void FN(finish)(const mha_task *task, const mha_row *rows, int64_t count, int64_t out_row, FN(state) *state)
 {
-    for (int64_t r = 0; r < count; r++) {
-        REAL alpha = rows[r].sink ? FN(add_sink)(rows + r, state, r, out_row) : 1, sum = state->row_sum[r];
-        REAL *lse = (REAL *)rows[r].lse;
+    const REAL *out = state->out;
+    int plain = task->out_dtype == REAL_DTYPE && task->out_col == 1;
+    for (int64_t r = 0; r < count; r++, out += out_row) {
+        REAL factor = rows[r].sink ? FN(add_sink)(rows + r, state, r, out_row) : 1, sum = state->row_sum[r];
         if (sum == 0) {
-            /* A row whose visible scores are all -inf is 0/0; only a row that sees nothing is 0. */
-            int undefined = FN(sees_any)(task, rows + r);
-            FN(write_row)(task, rows[r].out, NULL, undefined ? (REAL)NAN : 0);
-            if (lse) *lse = undefined ? (REAL)NAN : (REAL)-INFINITY;
-        } else {
-            FN(write_row)(task, rows[r].out, state->out + r * out_row, alpha / sum);
-            if (lse) *lse = (REAL)(state->row_max[r] + log((double)sum));
+            FN(finish_empty)(task, rows + r);
+            continue;
         }
+        factor /= sum;
+        if (plain)
+            FN(write_row)((REAL *)rows[r].out, out, factor, task->value_dim);
+        else
+            FN(write_any_row)(task, rows[r].out, out, factor);
+        if (rows[r].lse) *(REAL *)rows[r].lse = (REAL)(state->row_max[r] + log((double)sum));
     }
 }
 
