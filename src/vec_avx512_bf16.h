@@ -12,9 +12,10 @@ MHA_INLINE vec_f32 vec_f32_dot_pairs(vec_f32 a, vec_f32 b, vec_f32 acc)
 /* Each lane's two numbers, rounded to nearest, the first in the lower half. */
 MHA_INLINE vec_f32 vec_f32_pack_pairs(vec_f32 low, vec_f32 high)
 {
-    __m512i l = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(low));
-    __m512i h = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(high));
-    return _mm512_castsi512_ps(_mm512_or_si512(l, _mm512_slli_epi32(h, 16)));
+    /* all of the one before all of the other, then one of each */
+    __m512i order = _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007,
+                                      0x180008, 0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f);
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(high, low)));
 }
 /* The same of two rows that are bfloat16 already. */
 MHA_INLINE vec_f32 vec_f32_join_pairs(const uint16_t *low, const uint16_t *high)
