@@ -295,7 +295,7 @@ def attend(call):
 
 # ---- packed sequences and caches
 
-cdef object run_rows(mha_params *p, call, cnp.ndarray out, tuple lse_shape):
+cdef object run_rows(mha_params *p, call, tuple lse_shape):
     """Run a call whose inputs are described, with lse (heads and rows the last axes); returns what the caller gets."""
     cdef cnp.ndarray lse
     cdef int lead = <int> len(lse_shape) - 2
@@ -330,7 +330,7 @@ def attend_varlen(call):
     result = np.empty(call.shape, call.dtype) if call.out is None else call.out_object
     out = call.out if call.out is not None else _validate.heads_first(result, "blhd")
     fill(&p.out, out, 0, 0, 1, 2)
-    lse = run_rows(&p, call, out, call.query.shape[:2])
+    lse = run_rows(&p, call, call.query.shape[:2])
     return (result, lse) if call.return_lse else result
 
 
@@ -358,7 +358,7 @@ def attend_cache(call, query_rows):
     fill_options(&p, call, call.options, 1)
     out = np.empty(call.shape, call.dtype) if call.out is None else call.out
     fill(&p.out, out, 1, 1, 2, 3)
-    lse = run_rows(&p, call, out, call.shape[:3])
+    lse = run_rows(&p, call, call.shape[:3])
     result = out if call.out is None else call.out_object
     return (result, lse) if call.return_lse else result
 
@@ -551,8 +551,9 @@ cdef bint plain_position(mha_params *p, object is_causal, object q_offset, objec
     return True
 
 
-cdef bint plain_numbers(mha_array *a, object numbers, int num, mha_params *p, double lowest) noexcept:
-    """Describe a number for each head, at least `lowest` and below infinity; False where they are not plain ones."""
+cdef bint plain_numbers(mha_array *a, object numbers, mha_params *p, double lowest) noexcept:
+    """Describe a number of the compute dtype for each head, from `lowest` to below infinity; False where it is not so."""
+    cdef int num = number_of(p.dtype)
     cdef cnp.ndarray array
     cdef double number
     cdef int64_t h
@@ -572,7 +573,7 @@ cdef bint plain_numbers(mha_array *a, object numbers, int num, mha_params *p, do
 
 
 cdef bint plain_scores(
-    mha_params *p, int num, object window_size, object softcap, object alibi_slopes, object sinks
+    mha_params *p, object window_size, object softcap, object alibi_slopes, object sinks
 ) noexcept:
     """What changes or hides scores, where it is of the types that the names promise."""
     cdef object left, right
@@ -588,9 +589,9 @@ cdef bint plain_scores(
         if not (-1 <= left < 1 << 40 and -1 <= right < 1 << 40):
             return False
         p.window_left, p.window_right = left, right
-    if alibi_slopes is not None and not plain_numbers(&p.slopes, alibi_slopes, num, p, -DBL_MAX):
+    if alibi_slopes is not None and not plain_numbers(&p.slopes, alibi_slopes, p, -DBL_MAX):
         return False
-    return sinks is None or plain_numbers(&p.sinks, sinks, num, p, -INFINITY)
+    return sinks is None or plain_numbers(&p.sinks, sinks, p, -INFINITY)
 
 
 cdef object attend_plain(mha_params *p, cnp.ndarray query, object layout, object out, bint return_lse):
@@ -656,9 +657,7 @@ def scaled_dot_product_attention(
             plain_position(&p, is_causal, q_offset, valid_lens, &offset)
             and (attn_mask is None or plain_mask(&p.mask, attn_mask, &p))
             and (valid_lens is None or plain_lengths(&p.lengths, valid_lens, &p))
-            and plain_scores(
-                &p, cnp.PyArray_TYPE(<cnp.ndarray> query), window_size, softcap, alibi_slopes, sinks
-            )
+            and plain_scores(&p, window_size, softcap, alibi_slopes, sinks)
             and (
                 out is None
                 or plain_out(&p, out, query, (query, key, value, attn_mask, valid_lens, alibi_slopes, sinks))

@@ -226,6 +226,18 @@ def test_common_and_checked_path_agree(isa, attend, rng, dtype):
     same(out, fast[0])
 
 
+@half
+@pytest.mark.parametrize("name", ["sinks", "alibi_slopes"])
+@pytest.mark.parametrize("given", ["float16", "bfloat16", "float32", "float64"])
+def test_numbers_of_heads_in_any_dtype(isa, attend, rng, dtype, name, given):
+    """Beside half inputs the common path once read half-precision numbers as wider ones."""
+    arrays = qkv(rng, heads=4, queries=3, dtype=dtype)
+    numbers = np.linspace(0.5, 2, 4).astype(given)
+    options = {"is_causal": "lower_right", name: numbers}
+    want = attend(*(x.astype("f4") for x in arrays), **options | {name: numbers.astype("f4")})
+    same(attend(*arrays, **options), want.astype(dtype))
+
+
 @pytest.mark.parametrize("name", ["int4", "float8_e4m3fn"])
 def test_other_dtypes_of_ml_dtypes_are_refused(attend, rng, name):
     arrays = [np.zeros((1, 2, 2), getattr(ml_dtypes, name))] * 3
