@@ -552,7 +552,7 @@ cdef bint plain_position(mha_params *p, object is_causal, object q_offset, objec
 
 
 cdef bint plain_numbers(mha_array *a, object numbers, mha_params *p, double lowest) noexcept:
-    """Describe a number of the compute dtype for each head, from `lowest` to below infinity; False where it is not so."""
+    """Describe a number of the compute dtype for each head, from `lowest` to below infinity; False where not so."""
     cdef int num = number_of(p.dtype)
     cdef cnp.ndarray array
     cdef double number

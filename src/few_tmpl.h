@@ -267,19 +267,27 @@ static void FN(few_output)(const mha_task *task, FN(scratch) *s, const FN(block)
         FN(few_output_of)(MHA_I8, task, s, weights, values, block->count, state, first);
 }
 
-static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
-                          int careful)
+/* The scores of all rows against a block, hidden ones -inf, and their maxima. */
+static void FN(few_hidden_scores)(const mha_task *task, FN(scratch) *s, const FN(block) *block, REAL *block_max)
 {
-    int64_t rows = task->num_rows, count = block->count;
-    REAL block_max[MHA_FEW_ROWS + V(lanes)];
+    int64_t count = block->count;
     int adjusts = task->has_mask || task->has_window || task->has_slopes || task->softcap != 0;
     FN(few_scores)(task, s, block);
-    for (int64_t r = 0; r < rows; r++) {
+    for (int64_t r = 0; r < task->num_rows; r++) {
         REAL *scores = s->scores + r * s->score_row;
         if (adjusts) FN(few_adjust)(task, s, task->rows + r, block->first, count, scores);
         block_max[r] = FN(few_max)(scores, mha_min(task->rows[r].visible - block->first, count), count);
     }
+}
+
+static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
+                          int with_output, int careful)
+{
+    int64_t rows = task->num_rows, count = block->count;
+    REAL block_max[MHA_FEW_ROWS + V(lanes)];
+    FN(few_hidden_scores)(task, s, block, block_max);
     FN(few_softmax)(s, rows, count, block_max, state);
+    if (!with_output) return;
     FN(few_output)(task, s, block, state, first, careful);
     FN(run) all = {0, count};
     if (careful)
@@ -287,7 +295,8 @@ static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) 
                            s->out_row);
 }
 
-static void FN(few_split)(const mha_task *task, FN(scratch) *s, int64_t split, int careful, FN(state) *state)
+static void FN(few_split)(const mha_task *task, FN(scratch) *s, int64_t split, int with_output, int careful,
+                          FN(state) *state)
 {
     int64_t begin = FN(split_first)(task, split), end = mha_min(task->visible, (split + 1) * MHA_KEY_SPLIT), next;
     FN(clear)(state, task->num_rows);
@@ -295,7 +304,7 @@ static void FN(few_split)(const mha_task *task, FN(scratch) *s, int64_t split, i
         next = mha_min(end, (first / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
         FN(block) block;
         FN(open_block)(&block, task, s, first, next, 0, careful);
-        FN(few_block)(task, s, &block, state, first == begin, careful);
+        FN(few_block)(task, s, &block, state, first == begin, with_output, careful);
     }
 }
 
@@ -323,11 +332,51 @@ static void FN(attend_few)(const mha_task *task, void *memory)
     FN(pack_few_queries)(task, s);
     if (task->split_begin >= task->split_end) FN(clear)(&s->total[0], task->num_rows);
     for (int64_t split = task->split_begin; split < task->split_end; split++) {
-        FN(few_split)(task, s, split, 0, &part);
-        if (!FN(is_finite)(&part, task->num_rows, s->out_row)) FN(few_split)(task, s, split, 1, &part);
+        FN(few_split)(task, s, split, 1, 0, &part);
+        if (!FN(is_finite)(&part, task->num_rows, s->out_row)) FN(few_split)(task, s, split, 1, 1, &part);
         if (task->state) return;
         FN(advance)(task->num_rows, s->out_row, &s->total[0], &part, split == task->split_begin);
     }
     if (!task->state) s->split[0] = part;
     FN(finish)(task, task->rows, task->num_rows, s->out_row, &s->total[0]);
+}
+
+/* weights[row][key] for the keys of a block, from scores with hidden ones -inf and the state over all keys. */
+static void FN(few_write_weights)(const mha_task *task, const FN(scratch) *s, const FN(block) *block,
+                                  const FN(state) *state)
+{
+    for (int64_t r = 0; r < task->num_rows; r++) {
+        const REAL *scores = s->scores + r * s->score_row;
+        REAL *dst = (REAL *)task->rows[r].weights + block->first;
+        VEC m = V(set1)(state->row_max[r] > -REAL_HIGHEST ? state->row_max[r] : -REAL_HIGHEST);
+        VEC factor = V(set1)(1 / state->row_sum[r]);
+        for (int64_t k = 0; k < block->count; k += V(lanes)) {
+            VEC score = V(load)(scores + k), weight = V(mul)(FN(exp_lanes)(V(sub)(score, m)), factor);
+            V(store_n)(dst + k, V(zero_hidden)(weight, score), mha_min(block->count - k, V(lanes)));
+        }
+    }
+}
+
+/* The weights of few queries: the keys once for the sums, once more to write. */
+static void FN(few_weights)(const mha_task *task, void *memory)
+{
+    FN(scratch) *s = memory;
+    FN(state) *total = &s->total[0];
+    REAL block_max[MHA_FEW_ROWS + V(lanes)];
+    int64_t rows = task->num_rows, next;
+    if (task->split_begin >= task->split_end) return; /* nobody sees a key */
+    FN(pack_few_queries)(task, s);
+    for (int64_t split = task->split_begin; split < task->split_end; split++) {
+        FN(few_split)(task, s, split, 0, 0, &s->split[0]);
+        FN(advance)(rows, 0, total, &s->split[0], split == task->split_begin);
+    }
+    FN(add_sinks)(task->rows, rows, total);
+    for (int64_t first = FN(split_first)(task, task->split_begin); first < task->visible; first = next) {
+        next = mha_min(task->visible, (first / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
+        FN(block) block;
+        FN(open_block)(&block, task, s, first, next, 0, 0);
+        FN(few_hidden_scores)(task, s, &block, block_max);
+        FN(few_write_weights)(task, s, &block, total);
+    }
+    FN(undefined_weights)(task, task->rows, rows, total);
 }

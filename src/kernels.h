@@ -141,6 +141,7 @@ typedef struct mha_kernels {
     /* Folds the states of splits [split_begin, split_end) that lie one after the other, normalises and writes the rows. */
     void (*merge)(const mha_task *task, void *states, void *scratch);
     void (*panel_weights)(const mha_task *task, void *scratch);
+    void (*few_weights)(const mha_task *task, void *scratch);
     void (*affine)(const mha_affine *affine,
                    void *scratch); /* scratch: rows * depth numbers where x is not read in place */
     void (*pack_weight)(void *packed, const mha_matrix *weight, int64_t depth, int64_t cols, int64_t tile);

@@ -22,6 +22,7 @@ static const mha_kernels FN(kernels) = {
     FN(attend_few),
     FN(merge),
     FN(panel_weights),
+    FN(few_weights),
     FN(affine),
     FN(pack_weight),
     FN(exp2),

@@ -538,7 +538,7 @@ void mha_attention_task(const void *of, int phase, int64_t t, int thread)
                       : locate(plan, splitting ? t / plan->splits : t);
     open_task(plan, task, &place, phase == WEIGHTS);
     if (phase == WEIGHTS) {
-        plan->kernels->panel_weights(task, scratch);
+        (plan->few ? plan->kernels->few_weights : plan->kernels->panel_weights)(task, scratch);
     } else if (phase == MERGE) {
         plan->kernels->merge(task, plan->states + t * plan->splits * plan->state_bytes, scratch);
     } else {

@@ -447,12 +447,20 @@ static void FN(write_weights)(FN(scratch) *s, const FN(panel) *panel, const FN(b
 }
 
 /* A sum that is 0 or no number is no sum of weights: all that the row sees is NaN, as in 0/0 and inf/inf. */
-static void FN(undefined_weights)(const mha_task *task, const FN(panel) *panel, const FN(state) *state)
+static void FN(undefined_weights)(const mha_task *task, const mha_row *rows, int64_t count, const FN(state) *state)
 {
-    for (int64_t r = 0; r < panel->num_rows; r++) {
+    for (int64_t r = 0; r < count; r++) {
         if (state->row_sum[r] > 0 && state->row_sum[r] < INFINITY) continue;
-        for (int64_t key = panel->rows[r].first; key < panel->rows[r].visible; key++)
-            ((REAL *)panel->rows[r].weights)[key] = FN(sees)(task, panel->rows + r, key) ? (REAL)NAN : 0;
+        for (int64_t key = rows[r].first; key < rows[r].visible; key++)
+            ((REAL *)rows[r].weights)[key] = FN(sees)(task, rows + r, key) ? (REAL)NAN : 0;
+    }
+}
+
+/* The rows of a state without output take in their sinks. */
+static void FN(add_sinks)(const mha_row *rows, int64_t count, FN(state) *state)
+{
+    for (int64_t r = 0; r < count; r++) {
+        if (rows[r].sink) FN(add_sink)(rows + r, state, r, 0);
     }
 }
 
@@ -469,10 +477,7 @@ static void FN(panel_weights)(const mha_task *task, void *memory)
         for (int p = 0; p < num_panels; p++)
             FN(advance)(panels[p].num_rows, 0, &s->total[p], &s->split[p], split == task->split_begin);
     }
-    for (int p = 0; p < num_panels; p++)
-        for (int64_t r = 0; r < panels[p].num_rows; r++)
-            if (panels[p].rows[r].sink)
-FN(add_sink)(panels[p].rows + r, &s->total[p], r, 0);
+    for (int p = 0; p < num_panels; p++) FN(add_sinks)(panels[p].rows, panels[p].num_rows, &s->total[p]);
     int64_t next;
     for (int64_t first = FN(split_first)(task, task->split_begin); first < task->visible; first = next) {
         next = mha_min(task->visible, (first / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
@@ -485,5 +490,5 @@ FN(add_sink)(panels[p].rows + r, &s->total[p], r, 0);
             FN(write_weights)(s, &panels[p], &seen, &s->total[p], runs, num_runs);
         }
     }
-    for (int p = 0; p < num_panels; p++) FN(undefined_weights)(task, &panels[p], &s->total[p]);
+    for (int p = 0; p < num_panels; p++) FN(undefined_weights)(task, panels[p].rows, panels[p].num_rows, &s->total[p]);
 }

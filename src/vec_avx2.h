@@ -1,7 +1,8 @@
 /* Vector operations of level avx2 (AVX2, FMA, F16C): 8 float32 or 4 float64 lanes, 16 registers.
  *
- * max(a, b) gives b where either is NaN. choose(a, b, x, y) gives x where a < b, else y. below, keep_bits and add_bias put -inf where the key is hidden;
- * zero_hidden and visible_bits (a bit a lane) take a score of -inf for a hidden key.
+ * max(a, b) gives b where either is NaN. choose(a, b, x, y) gives x where a < b, else y. below, keep_bits and add_bias
+ * put -inf where the key is hidden, by a bias of -inf (a score of -inf and a bias of inf are NaN together); zero_hidden
+ * and visible_bits (a bit a lane) take a score of -inf for a hidden key.
  * frac(x) = x - floor(x) and scale2(p, x) = p * 2^floor(x), for x in the domain that domain() clamps to: below it
  * 2^x is 0, so results under the smallest normal number are 0.
  */
@@ -64,9 +65,10 @@ MHA_INLINE vec_f32 vec_f32_keep_bits(vec_f32 score, uint32_t bits)
 }
 MHA_INLINE vec_f32 vec_f32_add_bias(vec_f32 score, vec_f32 bias)
 {
-    __m256 lower = _mm256_min_ps(score, bias), lowest = _mm256_set1_ps(LOWEST_F32);
-    __m256 hidden = _mm256_cmp_ps(lower, _mm256_set1_ps(-INFINITY), _CMP_EQ_OQ);
-    return _mm256_blendv_ps(_mm256_max_ps(lowest, _mm256_add_ps(score, bias)), lower, hidden);
+    __m256 least = _mm256_set1_ps(-INFINITY),
+           sum = _mm256_max_ps(_mm256_set1_ps(LOWEST_F32), _mm256_add_ps(score, bias));
+    sum = _mm256_blendv_ps(sum, _mm256_min_ps(least, sum), _mm256_cmp_ps(score, least, _CMP_EQ_OQ));
+    return _mm256_blendv_ps(sum, least, _mm256_cmp_ps(bias, least, _CMP_EQ_OQ));
 }
 MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score)
 {
@@ -193,9 +195,9 @@ MHA_INLINE vec_f64 vec_f64_keep_bits(vec_f64 score, uint32_t bits)
 }
 MHA_INLINE vec_f64 vec_f64_add_bias(vec_f64 score, vec_f64 bias)
 {
-    __m256d lower = _mm256_min_pd(score, bias), lowest = _mm256_set1_pd(LOWEST_F64);
-    __m256d hidden = _mm256_cmp_pd(lower, _mm256_set1_pd(-INFINITY), _CMP_EQ_OQ);
-    return _mm256_blendv_pd(_mm256_max_pd(lowest, _mm256_add_pd(score, bias)), lower, hidden);
+    __m256d least = _mm256_set1_pd(-INFINITY), sum = _mm256_max_pd(_mm256_set1_pd(LOWEST_F64), _mm256_add_pd(score, bias));
+    sum = _mm256_blendv_pd(sum, _mm256_min_pd(least, sum), _mm256_cmp_pd(score, least, _CMP_EQ_OQ));
+    return _mm256_blendv_pd(sum, least, _mm256_cmp_pd(bias, least, _CMP_EQ_OQ));
 }
 MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
 {

@@ -1,7 +1,8 @@
 /* Vector operations of level avx512 (F, BW, DQ, VL): 16 float32 or 8 float64 lanes, 32 registers.
  *
- * max(a, b) gives b where either is NaN. choose(a, b, x, y) gives x where a < b, else y. below, keep_bits and add_bias put -inf where the key is hidden;
- * zero_hidden and visible_bits (a bit a lane) take a score of -inf for a hidden key.
+ * max(a, b) gives b where either is NaN. choose(a, b, x, y) gives x where a < b, else y. below, keep_bits and add_bias
+ * put -inf where the key is hidden, by a bias of -inf (a score of -inf and a bias of inf are NaN together); zero_hidden
+ * and visible_bits (a bit a lane) take a score of -inf for a hidden key.
  * frac(x) = x - floor(x) and scale2(p, x) = p * 2^floor(x) make the exponential; x <= 0 or NaN, -inf included.
  */
 #include <immintrin.h>
@@ -58,9 +59,10 @@ MHA_INLINE vec_f32 vec_f32_keep_bits(vec_f32 score, uint32_t bits)
 }
 MHA_INLINE vec_f32 vec_f32_add_bias(vec_f32 score, vec_f32 bias)
 {
-    __m512 lower = _mm512_min_ps(score, bias), lowest = _mm512_set1_ps(LOWEST_F32);
-    __mmask16 hidden = _mm512_cmp_ps_mask(lower, _mm512_set1_ps(-INFINITY), _CMP_EQ_OQ);
-    return _mm512_mask_mov_ps(_mm512_max_ps(lowest, _mm512_add_ps(score, bias)), hidden, lower);
+    __m512 least = _mm512_set1_ps(-INFINITY),
+           sum = _mm512_max_ps(_mm512_set1_ps(LOWEST_F32), _mm512_add_ps(score, bias));
+    sum = _mm512_mask_min_ps(sum, _mm512_cmp_ps_mask(score, least, _CMP_EQ_OQ), least, sum);
+    return _mm512_mask_mov_ps(sum, _mm512_cmp_ps_mask(bias, least, _CMP_EQ_OQ), least);
 }
 MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score)
 {
@@ -172,9 +174,9 @@ MHA_INLINE vec_f64 vec_f64_keep_bits(vec_f64 score, uint32_t bits)
 }
 MHA_INLINE vec_f64 vec_f64_add_bias(vec_f64 score, vec_f64 bias)
 {
-    __m512d lower = _mm512_min_pd(score, bias), lowest = _mm512_set1_pd(LOWEST_F64);
-    __mmask8 hidden = _mm512_cmp_pd_mask(lower, _mm512_set1_pd(-INFINITY), _CMP_EQ_OQ);
-    return _mm512_mask_mov_pd(_mm512_max_pd(lowest, _mm512_add_pd(score, bias)), hidden, lower);
+    __m512d least = _mm512_set1_pd(-INFINITY), sum = _mm512_max_pd(_mm512_set1_pd(LOWEST_F64), _mm512_add_pd(score, bias));
+    sum = _mm512_mask_min_pd(sum, _mm512_cmp_pd_mask(score, least, _CMP_EQ_OQ), least, sum);
+    return _mm512_mask_mov_pd(sum, _mm512_cmp_pd_mask(bias, least, _CMP_EQ_OQ), least);
 }
 MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
 {

@@ -1,7 +1,8 @@
 /* Vector operations of level neon (AArch64 Advanced SIMD): 4 float32 or 2 float64 lanes, 32 registers.
  *
- * max gives NaN where either is NaN. choose(a, b, x, y) gives x where a < b, else y. below, keep_bits and add_bias put -inf where the key is hidden;
- * zero_hidden and visible_bits (a bit a lane) take a score of -inf for a hidden key.
+ * max gives NaN where either is NaN. choose(a, b, x, y) gives x where a < b, else y. below, keep_bits and add_bias put
+ * -inf where the key is hidden, by a bias of -inf (a score of -inf and a bias of inf are NaN together); zero_hidden and
+ * visible_bits (a bit a lane) take a score of -inf for a hidden key.
  * frac(x) = x - floor(x) and scale2(p, x) = p * 2^floor(x), for x in the domain that domain() clamps to: below it
  * 2^x is 0, so results under the smallest normal number are 0.
  */
@@ -72,7 +73,8 @@ MHA_INLINE vec_f32 vec_f32_keep_bits(vec_f32 score, uint32_t bits)
 MHA_INLINE vec_f32 vec_f32_add_bias(vec_f32 score, vec_f32 bias)
 {
     vec_f32 infinity = vdupq_n_f32(-INFINITY), sum = vmaxq_f32(vdupq_n_f32(LOWEST_F32), vaddq_f32(score, bias));
-    return vbslq_f32(vorrq_u32(vceqq_f32(score, infinity), vceqq_f32(bias, infinity)), infinity, sum);
+    sum = vbslq_f32(vceqq_f32(score, infinity), vminq_f32(infinity, sum), sum);
+    return vbslq_f32(vceqq_f32(bias, infinity), infinity, sum);
 }
 MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score)
 {
@@ -185,7 +187,8 @@ MHA_INLINE vec_f64 vec_f64_keep_bits(vec_f64 score, uint32_t bits)
 MHA_INLINE vec_f64 vec_f64_add_bias(vec_f64 score, vec_f64 bias)
 {
     vec_f64 infinity = vdupq_n_f64(-INFINITY), sum = vmaxq_f64(vdupq_n_f64(LOWEST_F64), vaddq_f64(score, bias));
-    return vbslq_f64(vorrq_u64(vceqq_f64(score, infinity), vceqq_f64(bias, infinity)), infinity, sum);
+    sum = vbslq_f64(vceqq_f64(score, infinity), vminq_f64(infinity, sum), sum);
+    return vbslq_f64(vceqq_f64(bias, infinity), infinity, sum);
 }
 MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
 {

@@ -1,8 +1,9 @@
 /* Vector operations of level scalar: one lane, the architecture's baseline, a multiplication and an addition for fma (without
  * hardware fma is a library call).
  *
- * max(a, b) gives b where either is NaN. choose(a, b, x, y) gives x where a < b, else y. below, keep_bits and add_bias put -inf where the key is hidden;
- * zero_hidden and visible_bits (a bit a lane) take a score of -inf for a hidden key.
+ * max(a, b) gives b where either is NaN. choose(a, b, x, y) gives x where a < b, else y. below, keep_bits and add_bias
+ * put -inf where the key is hidden, by a bias of -inf (a score of -inf and a bias of inf are NaN together); zero_hidden
+ * and visible_bits (a bit a lane) take a score of -inf for a hidden key.
  * frac(x) = x - floor(x) and scale2(p, x) = p * 2^floor(x), for x in the domain that domain() clamps to: below it
  * 2^x is 0, so results under the smallest normal number are 0.
  */
@@ -54,8 +55,8 @@ MHA_INLINE vec_f32 vec_f32_below(vec_f32 score, vec_f32 key, vec_f32 visible)
 MHA_INLINE vec_f32 vec_f32_keep_bits(vec_f32 score, uint32_t bits) { return bits & 1 ? score : (float)-INFINITY; }
 MHA_INLINE vec_f32 vec_f32_add_bias(vec_f32 score, vec_f32 bias)
 {
-    int hidden = score == (float)-INFINITY || bias == (float)-INFINITY;
-    return hidden ? (float)-INFINITY : vec_f32_max(LOWEST_F32, score + bias);
+    if (bias == (float)-INFINITY) return (float)-INFINITY;
+    return score == (float)-INFINITY ? score + bias : vec_f32_max(LOWEST_F32, score + bias);
 }
 MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score) { return score == (float)-INFINITY ? 0 : weight; }
 MHA_INLINE uint32_t vec_f32_visible_bits(vec_f32 score) { return score != (float)-INFINITY; }
@@ -153,8 +154,8 @@ MHA_INLINE vec_f64 vec_f64_below(vec_f64 score, vec_f64 key, vec_f64 visible)
 MHA_INLINE vec_f64 vec_f64_keep_bits(vec_f64 score, uint32_t bits) { return bits & 1 ? score : (double)-INFINITY; }
 MHA_INLINE vec_f64 vec_f64_add_bias(vec_f64 score, vec_f64 bias)
 {
-    int hidden = score == (double)-INFINITY || bias == (double)-INFINITY;
-    return hidden ? (double)-INFINITY : vec_f64_max(LOWEST_F64, score + bias);
+    if (bias == (double)-INFINITY) return (double)-INFINITY;
+    return score == (double)-INFINITY ? score + bias : vec_f64_max(LOWEST_F64, score + bias);
 }
 MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
 {

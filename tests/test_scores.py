@@ -253,3 +253,19 @@ def test_out_apart_from_numbers_of_heads(rng, name):
     out = np.zeros((1, 4, 1, 1), "float32")
     with pytest.raises(ValueError, match="shares memory"):
         mha_fast.scaled_dot_product_attention(*arrays, **{name: out.ravel()}, out=out)
+
+
+@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_infinite_scores_meet_infinite_biases(isa, attend, queries, dtype, with_sinks):
+    """A bias of -inf hides whatever the score is; -inf plus inf is NaN, seen, and spoils its row."""
+    query, key = np.ones((1, 1, queries, 4), dtype), np.ones((1, 1, 20, 4), dtype)
+    key[0, 0, 3], value = -np.inf, np.ones((1, 1, 20, 2), dtype)
+    options = {"return_lse": True} | ({"sinks": np.zeros(1, dtype)} if with_sinks else {})
+    for bias, at in ((np.inf, 3), (-np.inf, 3), (1.0, 3), (np.inf, 5), (-np.inf, 5), (np.nan, 3)):
+        mask = np.zeros((queries, 20), dtype)
+        mask[:, at] = bias
+        want = reference.scaled_dot_product_attention(query, key, value, mask, **options)
+        for got, expected in zip(attend(query, key, value, mask, **options), want, strict=True):
+            np.testing.assert_allclose(got, expected, rtol=1e-5)
