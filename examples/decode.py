@@ -8,8 +8,13 @@ computes everything at once; both must give the same numbers, and the same token
 """
 
 import argparse
+import os
 import sys
 import time
+
+# Each layer alternates NumPy's products and attention. The threads of BLAS spin after every product, on the cores that
+# attention then needs; a variable that is set already is left alone.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 

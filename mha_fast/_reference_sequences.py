@@ -396,7 +396,8 @@ def rotated_query(call):
     query, state, queries = call.query.astype(call.compute, copy=False), call.state, call.shape[2]
     if state.rotary is None:
         return query
-    return _rotated(query, _positions(state.totals - queries, queries), state.rotary)
+    with np.errstate(all="ignore"):
+        return _rotated(query, _positions(state.totals - queries, queries), state.rotary)
 
 
 def write_tokens(state):
@@ -411,7 +412,8 @@ def write_tokens(state):
     if state.block_table is not None:
         block = state.k_cache.shape[2]
         row, slot = state.block_table[entry, slot // block], slot % block
-    # 2. What is written: (tokens, Hkv, width).
+    # 2. What is to be written: (tokens, Hkv, width).
+    writes = []
     with np.errstate(all="ignore"):
         k = state.k.astype(state.compute, copy=False)
         if state.rotary is not None:
@@ -419,9 +421,12 @@ def write_tokens(state):
         for new, cache, scale in ((k, state.k_cache, state.k_scale), (state.v, state.v_cache, state.v_scale)):
             tokens = new.swapaxes(1, 2)[entry, index].astype(state.compute, copy=False)
             if scale is None:
-                cache[row, :, slot] = tokens
+                writes.append((cache, tokens))
             else:
-                cache[row, :, slot], scale[row, :, slot] = _quantized(tokens)
+                writes += zip((cache, scale), _quantized(tokens), strict=True)
+        # 3. Nothing before here: if memory runs out, the cache is as it was.
+        for array, rows in writes:
+            array[row, :, slot] = rows
 
 
 def _quantized(rows):
@@ -484,7 +489,7 @@ class KVCache:
     TypeError
         A number that is no integer, another dtype.
     ValueError
-        A number below 1.
+        A number below 1; more than an array can hold.
 
     See Also
     --------
@@ -701,8 +706,8 @@ def apply_rotary(x, positions, *, base=10000.0, interleaved=False, rotary_dim=No
     TypeError
         An argument of another type, or an array of another dtype, than listed above.
     ValueError
-        Shapes that do not fit, NaN or infinite positions, a width or `rotary_dim` that is odd, a
-        `base` that is not above 0.
+        Shapes that do not fit, a width or `rotary_dim` that is odd, a `base` that is not above 0;
+        positions or angles that are NaN or infinite in float64.
 
     Notes
     -----
@@ -724,8 +729,7 @@ def apply_rotary(x, positions, *, base=10000.0, interleaved=False, rotary_dim=No
 def _rotated(x, positions, rotary):
     """x (..., L, E), float32 or float64, with its rows turned; positions broadcast to (..., L)."""
     half = rotary.dim // 2
-    frequencies = rotary.base ** (-2.0 * np.arange(half) / rotary.dim)
-    angles = positions[..., None].astype(np.float64) * frequencies
+    angles = positions[..., None].astype(np.float64) * rotary.frequencies
     cos, sin = np.cos(angles).astype(x.dtype), np.sin(angles).astype(x.dtype)
     pairs = (
         (slice(0, rotary.dim, 2), slice(1, rotary.dim, 2))

@@ -363,7 +363,7 @@ def _check_size(shape, itemsize, name):
     """NumPy counts bytes in a signed word; leave the text of its own error to nobody."""
     # Axes of size 0 do not make the other axes' strides smaller: NumPy leaves them out too.
     if math.prod(size or 1 for size in shape) * itemsize > sys.maxsize:
-        raise ValueError(f"{name} would have shape {shape}, more than an array can hold")
+        raise ValueError(f"{name} would have shape {_show(shape)}, more than an array can hold")
 
 
 def _broadcast(array, shape, name):
@@ -824,7 +824,7 @@ def head_counts(num_hiddens, num_heads, num_kv_heads):
     num_heads = positive_integer(num_heads, "num_heads")
     if num_hiddens % num_heads:
         raise ValueError(
-            f"num_hiddens is {num_hiddens} and num_heads is {num_heads}; "
+            f"num_hiddens is {_show(num_hiddens)} and num_heads is {_show(num_heads)}; "
             "expected num_hiddens to be a multiple of num_heads"
         )
     _check_size((num_hiddens, num_hiddens), _FLOAT64.itemsize, "W_q")
@@ -833,7 +833,7 @@ def head_counts(num_hiddens, num_heads, num_kv_heads):
     num_kv_heads = positive_integer(num_kv_heads, "num_kv_heads")
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"num_heads is {num_heads} and num_kv_heads is {num_kv_heads}; "
+            f"num_heads is {_show(num_heads)} and num_kv_heads is {_show(num_kv_heads)}; "
             "expected num_heads to be a multiple of num_kv_heads"
         )
     return num_hiddens, num_heads, num_kv_heads

@@ -58,6 +58,12 @@ class Rotary(NamedTuple):
     dim: int  # even
     interleaved: bool
 
+    @property
+    def frequencies(self):
+        """Angle of each pair at position 1, (dim / 2,) float64; infinite for the least of bases."""
+        with np.errstate(over="ignore"):
+            return self.base ** (-2.0 * np.arange(self.dim // 2) / self.dim)
+
 
 class VarlenCall(NamedTuple):
     """One call of `varlen_attention` after every check; the arrays are heads-first views of the caller's."""
@@ -164,9 +170,10 @@ def _rank(array, name, axes):
         raise ValueError(f"{name} has shape {array.shape}; expected {rank} dimensions: {axes}")
 
 
-def _result(out, shape, dtype, named):
-    """The checked `out` or None; and the result's size is one that an array can have."""
+def _result(out, shape, dtype, lse_shape, compute, named):
+    """The checked `out` or None; and the results' sizes are those that an array can have."""
     _check_size(shape, dtype.itemsize, "the result")
+    _check_size(lse_shape, compute.itemsize, "the log-sum-exp")
     return None if out is None else _validate.checked_out(out, shape, dtype, named)
 
 
@@ -243,7 +250,7 @@ def varlen_call(
     options = _options(is_causal, scale, window_size, softcap, alibi_slopes, sinks, batch, query, compute, named)
 
     shape = (query.shape[1], query.shape[0], value.shape[2])
-    out_array = _result(out, shape, dtype, named)
+    out_array = _result(out, shape, dtype, query.shape[:2], compute, named)
     return VarlenCall(
         query=query,
         key=key,
@@ -325,19 +332,26 @@ def _counts(value, name, batch):
         raise ValueError(f"{name} has shape {array.shape}; expected an int or ({batch},)")
     negative = array < 0
     if negative.any():
-        where = f"[{int(negative.argmax())}]" if array.ndim else ""
-        raise ValueError(
-            f"{name}{where} is {_show(value) if array.ndim == 0 else array[negative][0]}; expected at least 0"
-        )
+        raise ValueError(f"{_count_given(value, name, int(negative.argmax()))}; expected at least 0")
     return np.ascontiguousarray(_broadcast(_clipped(array, 0, _MORE_THAN_ANY), (batch,), name))
 
 
-def _check_room(starts, counts, capacity, of):
-    """Every entry's tokens fit."""
-    beyond = starts > capacity - counts
+def _count_given(value, name, b):
+    """What `_counts` took for entry b, named and not clipped."""
+    array = None if isinstance(value, numbers.Integral) else as_array(value, name)
+    if array is None or not array.ndim:
+        return f"{name} is {_show(int(value))}"
+    return f"{name}[{b}] is {array[b]}"
+
+
+def _check_seqlens(cache_seqlens, starts, new, capacity, of):
+    """Every entry has room for its tokens, cache_seqlens and the new ones; `starts` are its clipped counts."""
+    capacity = min(capacity, _MORE_THAN_ANY - 1)
+    beyond = starts > capacity - new
     if beyond.any():
-        b = int(beyond.argmax())
-        raise ValueError(f"entry {b} would hold {starts[b]} + {counts[b]} tokens; expected at most {capacity}, {of}")
+        given = _count_given(cache_seqlens, "cache_seqlens", int(beyond.argmax()))
+        tokens = f" and k has {new} tokens" if new else ""
+        raise ValueError(f"{given}{tokens}; expected at most {capacity} in all, {of}")
 
 
 def _quantizable(array):
@@ -424,8 +438,19 @@ def _rotary(base, dim, interleaved, head_dim, names):
     else:
         dim = _validate.positive_integer(dim, dim_name)
         if dim % 2 or dim > head_dim:
-            raise ValueError(f"{dim_name} is {dim}; expected an even number of at most the width {head_dim}")
+            raise ValueError(f"{dim_name} is {_show(dim)}; expected an even number of at most the width {head_dim}")
     return Rotary(number, dim, flag(interleaved, interleaved_name))
+
+
+def _check_angles(rotary, farthest, base_name):
+    """No angle at positions up to this one, in either direction, is beyond float64: its sine would be NaN."""
+    with np.errstate(over="ignore"):
+        angle = np.float64(farthest) * rotary.frequencies.max(initial=1.0)
+    if not np.isfinite(angle):
+        raise ValueError(
+            f"{base_name} is {rotary.base} and a position {float(farthest)}; expected angles, "
+            "position * base ** (-2 p / rotary_dim), that float64 can hold"
+        )
 
 
 def _cache_rotary(base, dim, interleaved, head_dim):
@@ -478,7 +503,7 @@ def cache_call(
     if num_heads and (not num_kv_heads or num_heads % num_kv_heads):
         raise ValueError(f"query has {num_heads} heads, which is no multiple of the {num_kv_heads} heads of k_cache")
     if block_table is None and blocks != batch:
-        raise ValueError(f"query has batch {batch} but k_cache has {blocks}")
+        raise ValueError(f"query has batch {batch} but k_cache has {blocks}; a cache in pages needs block_table")
     k_scale = _scale_of(k_scale, k_cache, "k_scale", "k_cache")
     v_scale = _scale_of(v_scale, v_cache, "v_scale", "v_cache")
     caches = [("k_cache", k_cache), ("v_cache", v_cache), ("k_scale", k_scale), ("v_scale", v_scale)]
@@ -499,18 +524,21 @@ def cache_call(
         named += tokens
         new = k.shape[2]
         _check_writable(caches, named)
-    totals = starts + new
     if block_table is None:
-        _check_room(starts, np.broadcast_to(new, batch), block, "max_len of the cache")
+        _check_seqlens(cache_seqlens, starts, new, block, "max_len of the cache")
     else:
         block_table = _block_table(block_table, batch)
         pages = block_table.shape[1]
-        _check_room(starts, np.broadcast_to(new, batch), pages * block, f"{pages} pages of {block}")
-        _check_pages(block_table, starts, totals, blocks, block)
+        room = f"what the {pages} pages of block_table hold, {block} tokens each"
+        _check_seqlens(cache_seqlens, starts, new, pages * block, room)
+        _check_pages(block_table, starts, starts + new, blocks, block)
+    totals = starts + new
+    if rotary is not None:
+        _check_angles(rotary, max(totals.max(initial=0), query.shape[2]), "rotary_base")
 
     # 3. The result.
     shape = (*query.shape[:3], v_cache.shape[3])
-    out_array = _result(out, shape, dtype, named + caches)
+    out_array = _result(out, shape, dtype, shape[:3], compute, named + caches)
     state = CacheState(
         k_cache, v_cache, k_scale, v_scale, block_table, k, v, starts, totals, rotary, compute_dtype(k_cache.dtype)
     )
@@ -534,8 +562,12 @@ def cache_call(
 def cache_sizes(batch, num_kv_heads, max_len, head_dim, v_head_dim):
     """The sizes of a KVCache as ints; v_head_dim None means head_dim."""
     named = (("batch", batch), ("num_kv_heads", num_kv_heads), ("max_len", max_len), ("head_dim", head_dim))
-    sizes = tuple(_validate.positive_integer(size, name) for name, size in named)
-    return (*sizes, sizes[3] if v_head_dim is None else _validate.positive_integer(v_head_dim, "v_head_dim"))
+    *rows, head_dim = (_validate.positive_integer(size, name) for name, size in named)
+    v_head_dim = head_dim if v_head_dim is None else _validate.positive_integer(v_head_dim, "v_head_dim")
+    for name, width in (("head_dim", head_dim), ("v_head_dim", v_head_dim)):
+        # Of any dtype, so that scales fit too.
+        _check_size((*rows, width), _FLOAT64.itemsize, f"a cache of this batch, num_kv_heads, max_len and {name}")
+    return (*rows, head_dim, v_head_dim)
 
 
 def appended(cache, k, v, lengths, seqlens):
@@ -546,23 +578,29 @@ def appended(cache, k, v, lengths, seqlens):
     _, k, v = _new_tokens(k, v, cache.batch, cache.num_kv_heads, widths, cache.dtype)
     counts = np.full(cache.batch, k.shape[2], np.int64)
     if lengths is not None:
-        lengths = _counts(lengths, "lengths", cache.batch)
+        given, lengths = lengths, _counts(lengths, "lengths", cache.batch)
         beyond = lengths > counts
         if beyond.any():
             b = int(beyond.argmax())
-            raise ValueError(f"lengths[{b}] is {lengths[b]}; expected at most the {counts[b]} tokens of k")
+            raise ValueError(f"{_count_given(given, 'lengths', b)}; expected at most the {counts[b]} tokens of k")
         counts = lengths
-    _check_room(seqlens, counts, cache.max_len, "max_len of the cache")
+    beyond = seqlens > cache.max_len - counts
+    if beyond.any():
+        b = int(beyond.argmax())
+        raise ValueError(
+            f"entry {b} would hold {seqlens[b]} + {counts[b]} tokens; expected at most {cache.max_len}, "
+            "max_len of the cache"
+        )
     return k, v, counts
 
 
 def truncated(lengths, seqlens):
     """The lengths to which a KVCache is cut, (B,) int64, none above what it holds."""
-    lengths = _counts(lengths, "lengths", seqlens.size)
+    given, lengths = lengths, _counts(lengths, "lengths", seqlens.size)
     beyond = lengths > seqlens
     if beyond.any():
         b = int(beyond.argmax())
-        raise ValueError(f"lengths[{b}] is {lengths[b]}; expected at most {seqlens[b]}, the tokens of entry {b}")
+        raise ValueError(f"{_count_given(given, 'lengths', b)}; expected at most {seqlens[b]}, the tokens of entry {b}")
     return lengths
 
 
@@ -590,8 +628,10 @@ def rotary_call(x, positions, base, interleaved, rotary_dim):
     positions = as_array(positions, "positions")
     if positions.dtype.kind not in "iuf":
         raise TypeError(f"positions has dtype {positions.dtype}; expected integers or floating numbers")
-    if not np.isfinite(positions).all():
-        raise ValueError("positions holds NaN or infinity; expected finite numbers")
+    with np.errstate(all="ignore"):
+        farthest = np.abs(positions.astype(np.float64)).max(initial=0)  # NaN if there is one
+    if not np.isfinite(farthest):
+        raise ValueError("positions holds NaN or infinity in float64; expected finite numbers")
     target = (*x.shape[:-3], x.shape[-2])
     if not _validate._fits(positions.shape, target):
         raise ValueError(
@@ -601,4 +641,5 @@ def rotary_call(x, positions, base, interleaved, rotary_dim):
     if x.ndim > 2 and positions.ndim > 1:
         positions = positions[..., None, :]
     rotary = _rotary(base, rotary_dim, interleaved, x.shape[-1], ("base", "rotary_dim", "interleaved"))
+    _check_angles(rotary, farthest, "base")
     return _readable(x, dtype), positions, rotary

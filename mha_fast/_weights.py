@@ -116,7 +116,8 @@ class Stored:
         if path.suffix == ".npz":
             np.savez(path, **self.state_dict())
         else:
-            _safetensors().save_file(self.state_dict(), path)
+            # Opened here: safetensors' own errors of files are no OSError.
+            path.write_bytes(_safetensors().save(self.state_dict()))
 
     @classmethod
     def load(cls, path):
@@ -356,7 +357,9 @@ def _torch_numbers(module, num_heads):
     if module.add_zero_attn:
         raise ValueError("source has add_zero_attn=True; expected a module without it: a layer here adds no keys")
     if num_heads is not None and _validate.positive_integer(num_heads, "num_heads") != module.num_heads:
-        raise ValueError(f"num_heads is {num_heads} but source has {module.num_heads}; expected the same, or None")
+        raise ValueError(
+            f"num_heads is {_validate._show(num_heads)} but source has {module.num_heads}; expected the same, or None"
+        )
     return module.num_heads, module.dropout
 
 

@@ -1,13 +1,16 @@
 """Pictures of attention weights. Needs matplotlib: pip install "mha_fast[plot]"."""
 
 import math
+from collections.abc import Iterable
 
 import numpy as np
 
 from mha_fast import _validate
 
 try:
-    from matplotlib.figure import Figure
+    from matplotlib import colormaps
+    from matplotlib.colors import Colormap
+    from matplotlib.figure import Figure, FigureBase
 except ImportError as error:
     raise ImportError('mha_fast.plot needs matplotlib: pip install "mha_fast[plot]"') from error
 
@@ -29,7 +32,7 @@ def attention_heatmap(
     ----------
     weights : array_like, (num_heads, L, S), (1, num_heads, L, S) or (L, S)
         As `scaled_dot_product_attention` returns them, or as `MultiHeadAttention` keeps them in `attention_weights`;
-        of a batch, one entry. Any real dtype.
+        of a batch, one entry. Any real dtype. NaN and infinity stay blank.
     query_tokens, key_tokens : sequence of str, L or S of them, optional
         Labels of the rows and the columns, numbers by default. Of many, only every second, third ... is shown.
     heads : sequence of int, optional
@@ -49,7 +52,8 @@ def attention_heatmap(
     TypeError
         An argument of another type or dtype.
     ValueError
-        Weights of another shape or without any number, another count of labels, a head that is not there.
+        Weights of another shape or without any number, another count of labels, a head that is not there, an unknown
+        `cmap`.
     ImportError
         On import: matplotlib is not installed.
 
@@ -71,6 +75,9 @@ def attention_heatmap(
     chosen = _chosen_heads(heads, weights.shape[0])
     query_tokens = _tokens(query_tokens, "query_tokens", weights.shape[1])
     key_tokens = _tokens(key_tokens, "key_tokens", weights.shape[2])
+    cmap = _colormap(cmap)
+    if figure is not None and not isinstance(figure, FigureBase):
+        raise TypeError(f"figure is {_validate._show(figure)}; expected a matplotlib Figure or SubFigure")
 
     columns = min(len(chosen), _MAX_COLUMNS)
     rows = math.ceil(len(chosen) / columns)
@@ -78,7 +85,7 @@ def attention_heatmap(
         size = (_PANEL_INCHES * columns + 1, _PANEL_INCHES * rows + 0.5)
         figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False).ravel()
-    shown = weights[chosen]
+    shown = np.where(np.isfinite(weights[chosen]), weights[chosen], np.nan)
     limits = {"vmin": min(0.0, np.nanmin(shown, initial=0.0)), "vmax": np.nanmax(shown, initial=0.0) or 1.0}
     for axes, head, matrix in zip(panels, chosen, shown, strict=False):
         image = axes.imshow(matrix, cmap=cmap, aspect="auto", interpolation="nearest", **limits)
@@ -116,18 +123,27 @@ def _heads_of_weights(weights):
 def _chosen_heads(heads, num_heads):
     if heads is None:
         return list(range(num_heads))
-    chosen = np.asarray(heads)
+    chosen = _validate.as_array(heads, "heads")
     if chosen.ndim != 1 or not chosen.size or chosen.dtype.kind not in "iu":
-        raise TypeError(f"heads is {heads!r}; expected a sequence of at least one integer")
+        raise TypeError(f"heads is {_validate._show(heads)}; expected a sequence of at least one integer")
     if chosen.min() < 0 or chosen.max() >= num_heads:
-        raise ValueError(f"heads is {heads!r}; expected numbers from 0 to {num_heads - 1}")
+        raise ValueError(f"heads is {_validate._show(heads)}; expected numbers from 0 to {num_heads - 1}")
     return chosen.tolist()
+
+
+def _colormap(cmap):
+    if not isinstance(cmap, (str, Colormap)):
+        raise TypeError(f"cmap is {_validate._show(cmap)}; expected a name or a matplotlib Colormap")
+    try:
+        return colormaps.get_cmap(cmap)
+    except ValueError:
+        raise ValueError(f"cmap is {_validate._show(cmap)}; expected the name of a colormap of matplotlib") from None
 
 
 def _tokens(tokens, name, length):
     if tokens is None:
         return None
-    if isinstance(tokens, (str, bytes)):
+    if isinstance(tokens, (str, bytes)) or not isinstance(tokens, Iterable):
         raise TypeError(f"{name} is a {type(tokens).__name__}; expected a sequence of labels")
     labels = [str(token) for token in tokens]
     if len(labels) != length:

@@ -224,7 +224,9 @@ def scaled_dot_product_attention(
             seen = _visible(call, b)
             scores = _scores(call, b, key_heads)
             all_weights, lse[b] = _softmax(scores, seen, call.sinks)
-            out_heads[b] = _weighted_values(all_weights, value_heads, seen)
+            # A query that finds nothing but -inf looks at no value: with a sink its result is 0 whatever they hold.
+            finds = (seen & (scores != -np.inf)).any(axis=-1, keepdims=True)
+            out_heads[b] = _weighted_values(all_weights, value_heads, seen & finds)
             if return_weights:
                 weights[b] = all_weights[:, rows]
 

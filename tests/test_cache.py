@@ -290,6 +290,15 @@ def test_rotation_inside_is_rotation_before(rng, forms, dtype, rotary_dim, inter
         assert_close(g, w[:, :, -2:], limit)
 
 
+def test_what_is_not_finite_turns_in_silence(forms):
+    query, token = np.full((1, 1, 1, 4), np.inf), np.full((1, 1, 1, 4), -np.inf)
+    k_cache, v_cache = np.zeros((2, 1, 1, 3, 4))
+    out = forms.attention_with_kvcache(
+        query, k_cache, v_cache, token, np.ones((1, 1, 1, 4)), cache_seqlens=1, rotary_base=10.0
+    )
+    assert np.isnan(out).all()
+
+
 def test_rotated_keys_are_rounded_once(rng, forms):
     """Rotated in float32 and then stored, whatever the dtypes of key and cache."""
     k, v = draw(rng, B, HKV, 5, E, dtype="float16"), draw(rng, B, HKV, 5, EV, dtype="float16")
@@ -320,6 +329,11 @@ def base():
 def paged(table):
     """The same on 8 pages of 4 tokens."""
     return {"k_cache": ones(8, 2, 4, 6), "v_cache": ones(8, 2, 4, 5), "block_table": table}
+
+
+def endless(width):
+    """A page of so many tokens that several do not count in 64 bits."""
+    return np.broadcast_to(np.float16(1), (1, 2, 2**58, width))
 
 
 def int8(**changed):
@@ -357,6 +371,7 @@ CACHES = "expected float16, bfloat16, float32, float64 or int8"
 INT8 = "holds NaN, infinity or numbers of 1.7e+38 and more; expected finite numbers for an int8 cache"
 WRITABLE = "expected a writable array to take new tokens"
 OWN = "expected memory of its own to take new tokens"
+ROOM = "expected at most 10 in all, max_len of the cache"
 ERRORS = {
     # Shapes and dtypes.
     "query rank": (
@@ -366,7 +381,11 @@ ERRORS = {
     ),
     "query dtype": ({"query": ones(2, 4, 3, 6, dtype="c8")}, TypeError, f"query has dtype complex64; {SUPPORTED}"),
     "query width": ({"query": ones(2, 4, 3, 8)}, ValueError, "query has width 8 but k_cache has 6"),
-    "query batch": ({"query": ones(3, 4, 3, 6)}, ValueError, "query has batch 3 but k_cache has 2"),
+    "query batch": (
+        {"query": ones(3, 4, 3, 6)},
+        ValueError,
+        "query has batch 3 but k_cache has 2; a cache in pages needs block_table",
+    ),
     "query heads": (
         {"query": ones(2, 5, 3, 6)},
         ValueError,
@@ -426,17 +445,33 @@ ERRORS = {
     "no room": (
         {"cache_seqlens": [2, 8]},
         ValueError,
-        "entry 1 would hold 8 + 3 tokens; expected at most 10, max_len of the cache",
+        f"cache_seqlens[1] is 8 and k has 3 tokens; {ROOM}",
     ),
     "beyond": (
         {"cache_seqlens": 11, "k": None, "v": None},
         ValueError,
-        "entry 0 would hold 11 + 0 tokens; expected at most 10, max_len of the cache",
+        f"cache_seqlens is 11; {ROOM}",
     ),
     "beyond 64 bits": (
         {"cache_seqlens": np.array([0, 2**64 - 1], "u8")},
         ValueError,
-        f"entry 1 would hold {2**60} + 3 tokens; expected at most 10, max_len of the cache",
+        f"cache_seqlens[1] is {2**64 - 1} and k has 3 tokens; {ROOM}",
+    ),
+    "int beyond 64 bits": (
+        {"cache_seqlens": 2**200},
+        ValueError,
+        f"cache_seqlens is {str(2**200)[:57]}... and k has 3 tokens; {ROOM}",
+    ),
+    "int without a text": (
+        {"cache_seqlens": 10**5000, "k": None, "v": None},
+        ValueError,
+        f"cache_seqlens is of type int; {ROOM}",
+    ),
+    "array of an int": ({"cache_seqlens": np.array(9)}, ValueError, f"cache_seqlens is 9 and k has 3 tokens; {ROOM}"),
+    "negative array of an int": (
+        {"cache_seqlens": np.array(-9)},
+        ValueError,
+        "cache_seqlens is -9; expected at least 0",
     ),
     "negative length": ({"cache_seqlens": [2, -1]}, ValueError, "cache_seqlens[1] is -1; expected at least 0"),
     "negative int": ({"cache_seqlens": -3}, ValueError, "cache_seqlens is -3; expected at least 0"),
@@ -489,7 +524,15 @@ ERRORS = {
     "pages too few": (
         paged([[0, 1], [2, 3]]),
         ValueError,
-        "entry 1 would hold 7 + 3 tokens; expected at most 8, 2 pages of 4",
+        "cache_seqlens[1] is 7 and k has 3 tokens; expected at most 8 in all, "
+        "what the 2 pages of block_table hold, 4 tokens each",
+    ),
+    "pages beyond 64 bits": (
+        paged([[0] * 32] * 2)
+        | {"k_cache": endless(6), "v_cache": endless(5), "cache_seqlens": [1, 2**62], "k": None, "v": None},
+        ValueError,
+        f"cache_seqlens[1] is {2**62}; expected at most {2**60 - 1} in all, "
+        f"what the 32 pages of block_table hold, {2**58} tokens each",
     ),
     "pages of nothing": (
         paged([[0], [1]]) | {"k_cache": ones(8, 2, 0, 6), "v_cache": ones(8, 2, 0, 5)},
@@ -551,6 +594,17 @@ ERRORS = {
         ValueError,
         "rotary_dim is 8; expected an even number of at most the width 6",
     ),
+    "rotary_dim huge": (
+        {"rotary_base": 1e4, "rotary_dim": 10**5000},
+        ValueError,
+        "rotary_dim is of type int; expected an even number of at most the width 6",
+    ),
+    "rotary angle": (
+        {"rotary_base": 5e-324, "query": ones(2, 4, 3, 600), "k_cache": ones(2, 2, 10, 600), "k": ones(2, 2, 3, 600)},
+        ValueError,
+        "rotary_base is 5e-324 and a position 10.0; expected angles, position * base ** (-2 p / rotary_dim), "
+        "that float64 can hold",
+    ),
     "rotary_dim alone": (
         {"rotary_dim": 4},
         ValueError,
@@ -568,7 +622,7 @@ ERRORS = {
 
 
 def snapshot(arguments):
-    return {name: x.tobytes() for name, x in arguments.items() if isinstance(x, np.ndarray)}
+    return {name: x.tobytes() for name, x in arguments.items() if isinstance(x, np.ndarray) and x.flags.writeable}
 
 
 @pytest.mark.parametrize("module", [sequences, reference])
@@ -581,6 +635,27 @@ def test_errors(module, case):
         module.attention_with_kvcache(**arguments)
     assert str(info.value) == text
     assert snapshot(arguments) == before, "a refused call wrote"
+
+
+@pytest.mark.parametrize("what", ["result", "log-sum-exp", "values"])
+def test_a_call_without_memory_has_written_nothing(forms, monkeypatch, what):
+    """Of results that no memory holds, and of new values whose conversion finds none."""
+    arguments = base() | {"query": np.broadcast_to(1.0, (2, 4, 2**50, 6)), "cache_seqlens": 0}
+    if what == "log-sum-exp":  # the result has no width
+        arguments |= {"v_cache": ones(2, 2, 10, 0), "v": ones(2, 2, 3, 0), "return_lse": True}
+    if what == "values":
+
+        def refuse(rows):
+            if rows.shape[-1] == 5:
+                raise MemoryError
+            return rows.astype("i1"), rows[..., 0]
+
+        arguments = base() | int8()
+        monkeypatch.setattr("mha_fast._reference_sequences._quantized", refuse)
+    before = snapshot(arguments)
+    with pytest.raises(MemoryError):
+        forms.attention_with_kvcache(**arguments)
+    assert snapshot(arguments) == before
 
 
 @pytest.mark.parametrize("module", [sequences, reference])
@@ -711,6 +786,13 @@ def test_copies_and_pickles_go_their_own_way(rng, module):
         assert cache.seqlens.tolist() == [40, 40]
 
 
+def too_large(name, max_len, width):
+    return (
+        f"a cache of this batch, num_kv_heads, max_len and {name} would have shape (2, 1, {max_len}, {width}), "
+        "more than an array can hold"
+    )
+
+
 NEW = {"batch": 2, "num_kv_heads": 1, "max_len": 8, "head_dim": 4}
 CONSTRUCTOR = {
     "batch": ({"batch": 0}, ValueError, "batch is 0; expected at least 1"),
@@ -718,6 +800,16 @@ CONSTRUCTOR = {
     "max_len": ({"max_len": -8}, ValueError, "max_len is -8; expected at least 1"),
     "head_dim": ({"head_dim": None}, TypeError, "head_dim is None; expected an integer"),
     "v_head_dim": ({"v_head_dim": 0}, ValueError, "v_head_dim is 0; expected at least 1"),
+    "max_len huge": ({"max_len": 2**63}, ValueError, too_large("head_dim", 2**63, 4)),
+    "head_dim huge": ({"head_dim": 2**62}, ValueError, too_large("head_dim", 8, 2**62)),
+    "v_head_dim huge": ({"v_head_dim": 2**62}, ValueError, too_large("v_head_dim", 8, 2**62)),
+    "scales huge": ({"max_len": 2**60, "head_dim": 1, "dtype": "i1"}, ValueError, too_large("head_dim", 2**60, 1)),
+    "batch without a text": (
+        {"batch": 10**5000},
+        ValueError,
+        "a cache of this batch, num_kv_heads, max_len and head_dim would have shape of type tuple, "
+        "more than an array can hold",
+    ),
     "dtype": ({"dtype": np.uint8}, TypeError, f"dtype is uint8; {CACHES}"),
     "dtype word": ({"dtype": "half float"}, TypeError, f"dtype is 'half float'; {CACHES}"),
 }
@@ -785,7 +877,21 @@ METHODS = {
         "softcap is -1.0; expected 0, which is none, or a positive number",
     ),
     "truncate": ("truncate", ([5, 3],), {}, ValueError, "lengths[1] is 3; expected at most 2, the tokens of entry 1"),
-    "truncate int": ("truncate", (3,), {}, ValueError, "lengths[1] is 3; expected at most 2, the tokens of entry 1"),
+    "truncate int": ("truncate", (3,), {}, ValueError, "lengths is 3; expected at most 2, the tokens of entry 1"),
+    "truncate huge": (
+        "truncate",
+        (np.array([2, 2**64 - 1], "u8"),),
+        {},
+        ValueError,
+        f"lengths[1] is {2**64 - 1}; expected at most 2, the tokens of entry 1",
+    ),
+    "lengths huge": (
+        "append",
+        (K, K),
+        {"lengths": 2**70},
+        ValueError,
+        f"lengths is {2**70}; expected at most the 3 tokens of k",
+    ),
     "truncate negative": ("truncate", (-1,), {}, ValueError, "lengths is -1; expected at least 0"),
     "truncate float": ("truncate", ([1.0, 1.0],), {}, TypeError, "lengths has dtype float64; expected integers"),
 }

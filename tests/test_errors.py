@@ -599,6 +599,12 @@ CONSTRUCTOR = {
         "num_hiddens is 10 and num_heads is 3; expected num_hiddens to be a multiple of num_heads",
     ),
     "no hiddens": ((0, 1), {}, ValueError, "num_hiddens is 0; expected at least 1"),
+    "heads long": (
+        (8, 10**5000),
+        {},
+        ValueError,
+        "num_hiddens is 8 and num_heads is of type int; expected num_hiddens to be a multiple of num_heads",
+    ),
     "no heads": ((8, 0), {}, ValueError, "num_heads is 0; expected at least 1"),
     "negative heads": ((8, -2), {}, ValueError, "num_heads is -2; expected at least 1"),
     "float": ((8.0, 2), {}, TypeError, "num_hiddens is 8.0; expected an integer"),

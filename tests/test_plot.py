@@ -124,11 +124,20 @@ def test_without_tokens_whole_numbers(weights):
     assert all(tick == int(tick) for tick in axes[0].get_yticks())
 
 
-def test_zeros_and_nan_can_be_drawn():
-    for value in (0, np.nan):
+def test_zeros_and_what_is_not_finite_can_be_drawn():
+    for value in (0, np.nan, np.inf, -np.inf):
         figure = attention_heatmap(np.full((2, 2), value))
         drawn(figure)
         assert panels(figure)[0][0].images[0].get_clim() == (0, 1)
+
+
+def test_what_is_not_finite_stays_blank():
+    weights = np.array([[0.5, np.inf], [-np.inf, np.nan]])
+    figure = attention_heatmap(weights)
+    drawn(figure)
+    (panel,), _ = panels(figure)
+    assert panel.images[0].get_array().mask.tolist() == [[False, True], [True, True]]
+    assert panel.images[0].get_clim() == (0, 0.5) and np.isposinf(weights[0, 1])
 
 
 def test_colours_and_a_given_figure(weights):
@@ -170,12 +179,18 @@ def test_the_example(tmp_path, capsys, suffix):
         (np.eye(2), {"heads": []}, TypeError, "heads is []; expected a sequence of at least one integer"),
         (np.eye(2), {"heads": 0}, TypeError, "heads is 0; expected a sequence"),
         (np.eye(2), {"heads": [0.5]}, TypeError, "heads is [0.5]; expected a sequence"),
+        (np.eye(2), {"heads": [[0], [0, 1]]}, ValueError, "heads cannot be converted to an array"),
+        (np.eye(2), {"heads": [10**5000]}, TypeError, "heads is of type list; expected a sequence"),
+        (np.eye(2), {"key_tokens": 5}, TypeError, "key_tokens is a int; expected a sequence of labels"),
+        (np.eye(2), {"figure": 5}, TypeError, "figure is 5; expected a matplotlib Figure or SubFigure"),
+        (np.eye(2), {"cmap": 5}, TypeError, "cmap is 5; expected a name or a matplotlib Colormap"),
+        (np.eye(2), {"cmap": "grey?"}, ValueError, "cmap is 'grey?'; expected the name of a colormap"),
     ],
 )
 def test_refused(weights, options, error, text):
     figure = Figure()
     with pytest.raises(error) as caught:
-        attention_heatmap(weights, figure=figure, **options)
+        attention_heatmap(weights, **({"figure": figure} | options))
     assert text in str(caught.value) and not figure.axes
 
 

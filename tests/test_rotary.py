@@ -111,9 +111,18 @@ def test_numbers_that_are_not_finite_stay_in_their_pair():
     assert np.isnan(apply_rotary(x, [3], interleaved=True)).tolist() == [[True, True, False, False]]
 
 
+def test_angles_may_be_as_large_as_float64_holds():
+    for base, position in ((1e-300, 1e100), (1e300, -1.7e308), (5e-324, 1)):
+        assert np.isfinite(apply_rotary(np.ones((1, 6)), [position], base=base)).all()
+
+
 X = np.ones((2, 3, 4, 6))
 SUPPORTED = "float16, bfloat16, float32 and float64 are supported, bool and integers become float64"
 TARGET = "expected one that broadcasts to (2, 4), the shape of x without heads and width"
+with np.errstate(over="ignore"):  # where longdouble is float64, infinity
+    FAR = np.full(4, 1e300, np.longdouble) ** 2
+FINITE = "positions holds NaN or infinity in float64; expected finite numbers"
+ANGLES = "expected angles, position * base ** (-2 p / rotary_dim), that float64 can hold"
 ERRORS = {
     "x dtype": ({"x": X.astype("c16")}, TypeError, f"x has dtype complex128; {SUPPORTED}"),
     "x rank": ({"x": X[0, 0, 0]}, ValueError, "x has shape (6,); expected at least 2 dimensions: length and width"),
@@ -124,15 +133,18 @@ ERRORS = {
     ),
     "positions shape": ({"positions": np.arange(3)}, ValueError, f"positions has shape (3,); {TARGET}"),
     "positions per head": ({"positions": np.ones((2, 3, 4))}, ValueError, f"positions has shape (2, 3, 4); {TARGET}"),
-    "positions NaN": (
-        {"positions": [0, 1, 2, math.nan]},
+    "positions NaN": ({"positions": [0, 1, 2, math.nan]}, ValueError, FINITE),
+    "positions infinite": ({"positions": [0, 1, 2, -math.inf]}, ValueError, FINITE),
+    "positions beyond float64": ({"positions": FAR}, ValueError, FINITE),
+    "angles": (
+        {"base": 1e-300, "positions": [0, 0, 0, -1e200]},
         ValueError,
-        "positions holds NaN or infinity; expected finite numbers",
+        f"base is 1e-300 and a position 1e+200; {ANGLES}",
     ),
-    "positions infinite": (
-        {"positions": [0, 1, 2, -math.inf]},
+    "angles of the least base": (
+        {"x": np.ones((4, 600)), "base": 5e-324},
         ValueError,
-        "positions holds NaN or infinity; expected finite numbers",
+        f"base is 5e-324 and a position 3.0; {ANGLES}",
     ),
     "positions bool": (
         {"positions": [True] * 4},
@@ -157,6 +169,11 @@ ERRORS = {
         {"rotary_dim": 8},
         ValueError,
         "rotary_dim is 8; expected an even number of at most the width 6",
+    ),
+    "rotary_dim huge": (
+        {"rotary_dim": 10**5000},
+        ValueError,
+        "rotary_dim is of type int; expected an even number of at most the width 6",
     ),
     "rotary_dim 0": ({"rotary_dim": 0}, ValueError, "rotary_dim is 0; expected at least 1"),
     "rotary_dim float": ({"rotary_dim": 2.0}, TypeError, "rotary_dim is 2.0; expected an integer"),

@@ -113,6 +113,19 @@ def test_slopes_and_sinks_of_each_head_of_a_group(isa, rng, dtype, queries):
     check(*arrays, alibi_slopes=slopes, **options, biggest=largest_bias(slopes, queries, keys, 300))
 
 
+@DTYPE
+@FAMILIES
+@pytest.mark.parametrize("keys", [5, 2500])
+def test_beside_a_sink_scores_of_minus_infinity_look_at_no_value(isa, attend, dtype, queries, keys):
+    query, key = np.ones((1, queries, 4), dtype), np.full((1, keys, 4), -np.inf, dtype)
+    value = np.ones((1, keys, 3), dtype)
+    value[0, 1:4] = [[np.nan, np.inf, 1.0], [1.0, -np.inf, 1.0], [np.inf, 1.0, 1.0]]
+    for function in (attend, reference.scaled_dot_product_attention):
+        out, lse = function(query, key, value, sinks=[0.5], return_lse=True)
+        assert not out.any() and (lse == 0.5).all()
+        assert np.isnan(function(query, key, value)).all()  # without one, inf - inf
+
+
 def largest_bias(slopes, queries, keys, offset):
     return float(np.abs(slopes).max()) * (abs(offset) + queries + keys)
 

@@ -232,6 +232,19 @@ def test_files_that_are_not_there(tmp_path, suffix):
         mha_fast.PositionWiseFFN.load(tmp_path / f"x{suffix}")
 
 
+@SUFFIXES
+def test_files_that_cannot_be_written(tmp_path, suffix):
+    if suffix == ".safetensors":
+        pytest.importorskip("safetensors")
+    layer = mha_fast.PositionWiseFFN(2, 3)
+    with pytest.raises(FileNotFoundError):
+        layer.save(tmp_path / "missing" / f"x{suffix}")
+    os.mkdir(tmp_path / f"x{suffix}")
+    for call in (layer.save, mha_fast.PositionWiseFFN.load):
+        with pytest.raises(OSError):
+            call(tmp_path / f"x{suffix}")
+
+
 def test_nothing_is_written_for_a_layer_that_does_not_fit(tmp_path):
     layer = mha_fast.PositionWiseFFN(2, 3)
     layer.b_1 = np.zeros(2)
