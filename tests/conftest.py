@@ -4,7 +4,7 @@ import contextlib
 import math
 import zlib
 
-import ml_dtypes  # noqa: F401  (NumPy knows the name bfloat16 from then on)
+import ml_dtypes
 import numpy as np
 import pytest
 from threadpoolctl import threadpool_limits
