@@ -135,19 +135,20 @@ def label(name):
 
 
 def lengths_picture(results, folder):
-    """Fraction of the FMA peak by sequence length."""
-    depths = {}
+    """Fraction of the FMA peak, the best one measured in the whole run, by sequence length."""
+    depths, peak = {}, 0.0
     for row in results["rows"]:
         what, length, *depth = row["name"].split("-")
         if what == "prefill" and depth in (["d64"], ["d128"]) and "limit_seconds" in row:
             depths.setdefault(depth[0], []).append((int(length), row))
+            peak = max(peak, *(limits["fma"] for limits in row["limits"]))
     depths = {depth: sorted(rows, key=lambda x: x[0]) for depth, rows in depths.items() if len(rows) > 1}
     if not depths:
         return None
     drawn, axes = figure(results, "Attention, float32: fraction of the FMA peak", columns=len(depths))
     for ax, (depth, rows) in zip(axes, depths.items(), strict=True):
         for name in results["contestants"]:
-            points = [(n, share(row, medians(row)[name])) for n, row in rows if name in row["seconds"]]
+            points = [(n, row["flops"] / medians(row)[name] / peak / 1e9) for n, row in rows if name in row["seconds"]]
             if points:
                 ax.plot(*zip(*points, strict=True), marker="o", color=COLOURS[name], label=label(name))
         ax.set_xscale("log", base=2)
@@ -157,7 +158,7 @@ def lengths_picture(results, folder):
         ax.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
         ax.grid(axis="y", color="#dddddd")
         ax.set_xlabel(f"queries = keys, head_dim {depth[1:]}")
-    axes[0].legend(loc="upper left", fontsize=8)
+    axes[0].legend(loc="center right", fontsize=8)
     return save(drawn, folder, "fraction_of_peak")
 
 
