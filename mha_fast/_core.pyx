@@ -201,22 +201,25 @@ cdef int run(mha_params *p) except -1:
     cdef double ns = mha_estimated_ns(p)
     cdef bint brief = ns < RELEASE_GIL_NS
     cdef mha_status status = MHA_ERR_WORKSPACE
-    cdef cnp.ndarray memory
-    cdef void *workspace
-    cdef int64_t size
     if ns < MHA_INLINE_NS:
         p.num_threads = 1  # as the core would find by estimating again
     if brief:
         status = mha_forward(p, small, SMALL_WORKSPACE)
     if status == MHA_ERR_WORKSPACE:
-        memory = workspace_of(mha_workspace_bytes(p))
-        workspace = cnp.PyArray_DATA(memory)
-        size = cnp.PyArray_SIZE(memory)
-        if brief:
+        return run_in(p, workspace_of(mha_workspace_bytes(p)), brief)
+    return check(status)
+
+
+cdef int run_in(mha_params *p, cnp.ndarray memory, bint brief) except -1:
+    """Call the core with this workspace; a call that is not brief gives up the GIL."""
+    cdef void *workspace = cnp.PyArray_DATA(memory)
+    cdef int64_t size = cnp.PyArray_SIZE(memory)
+    cdef mha_status status
+    if brief:
+        status = mha_forward(p, workspace, size)
+    else:
+        with nogil:
             status = mha_forward(p, workspace, size)
-        else:
-            with nogil:
-                status = mha_forward(p, workspace, size)
     return check(status)
 
 
@@ -295,16 +298,13 @@ def attend(call):
 
 # ---- packed sequences and caches
 
-cdef object run_rows(mha_params *p, call, tuple lse_shape):
-    """Run a call whose inputs are described, with lse (heads and rows the last axes); returns what the caller gets."""
-    cdef cnp.ndarray lse
-    cdef int lead = <int> len(lse_shape) - 2
+cdef object open_lse(mha_params *p, call, tuple shape):
+    """The array of log-sum-exps, described (heads and rows the last axes), or None where it is not asked for."""
+    cdef int lead = <int> len(shape) - 2
     if not call.return_lse:
-        run(p)
-        return
-    lse = np.empty(lse_shape, call.compute)
+        return None
+    lse = np.empty(shape, call.compute)
     fill(&p.lse, lse, lead, lead, lead + 1, -1)
-    run(p)
     return lse
 
 
@@ -330,16 +330,19 @@ def attend_varlen(call):
     result = np.empty(call.shape, call.dtype) if call.out is None else call.out_object
     out = call.out if call.out is not None else _validate.heads_first(result, "blhd")
     fill(&p.out, out, 0, 0, 1, 2)
-    lse = run_rows(&p, call, call.query.shape[:2])
+    lse = open_lse(&p, call, call.query.shape[:2])
+    run(&p)
     return (result, lse) if call.return_lse else result
 
 
-def attend_cache(call, query_rows):
-    """The result of a validated call on a cache (`_validate_sequences.CacheCall`) whose new tokens are written.
+def attend_cache(call, query_rows, write):
+    """The result of a validated call on a cache (`_validate_sequences.CacheCall`).
 
-    query_rows: the call's query, rotated where it has to be.
+    query_rows: the call's query, rotated where it has to be. write: puts the new tokens into the cache; it is called
+    once results and workspace have their memory, so that running out of it leaves the cache as it was.
     """
     cdef mha_params p
+    cdef cnp.ndarray memory
     cdef cnp.ndarray query = query_rows, key = call.state.k_cache, value = call.state.v_cache, out, table
     cdef cnp.ndarray totals = call.state.totals, offset = totals - query_rows.shape[2]
     leave_out(&p)
@@ -358,7 +361,10 @@ def attend_cache(call, query_rows):
     fill_options(&p, call, call.options, 1)
     out = np.empty(call.shape, call.dtype) if call.out is None else call.out
     fill(&p.out, out, 1, 1, 2, 3)
-    lse = run_rows(&p, call, call.shape[:3])
+    lse = open_lse(&p, call, call.shape[:3])
+    memory = workspace_of(mha_workspace_bytes(&p))
+    write()
+    run_in(&p, memory, mha_estimated_ns(&p) < RELEASE_GIL_NS)
     result = out if call.out is None else call.out_object
     return (result, lse) if call.return_lse else result
 

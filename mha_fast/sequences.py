@@ -1,7 +1,5 @@
 """Packed sequences and key/value caches on the fast path; merged results and rotary positions are NumPy's work."""
 
-import numpy as np
-
 from mha_fast import _core, _reference_sequences, _validate_sequences, reference
 from mha_fast.attention import _documented_as
 from mha_fast.reference import apply_rotary, merge_states
@@ -10,17 +8,9 @@ __all__ = ["KVCache", "apply_rotary", "attention_with_kvcache", "merge_states", 
 
 
 def _attend_cache(call):
-    """Write the new tokens, rotate the query, attend; what the results take of memory is asked for before the write."""
-    state, query = call.state, call.query
-    if call.out is None:
-        out = np.empty(call.shape, call.dtype)
-        call = call._replace(out=out, out_object=out)
-    if call.return_lse:
-        np.empty(call.shape[:3], call.compute)  # the core takes its own, after the write
-    if state.rotary is not None:
-        query = _reference_sequences.rotated_query(call)
-    _reference_sequences.write_tokens(state)
-    return _core.attend_cache(call, query)
+    """Rotate the query, write the new tokens, attend."""
+    query = call.query if call.state.rotary is None else _reference_sequences.rotated_query(call)
+    return _core.attend_cache(call, query, lambda: _reference_sequences.write_tokens(call.state))
 
 
 @_documented_as(reference.varlen_attention)
