@@ -258,10 +258,20 @@ cdef void fill_options(mha_params *p, call, options, int lead) except *:
         fill_per_head(&p.sinks, options.sinks, lead)
 
 
+cdef object open_lse(mha_params *p, call, tuple shape):
+    """The array of log-sum-exps, described (heads and rows the last axes), or None where it is not asked for."""
+    cdef int lead = <int> len(shape) - 2
+    if not call.return_lse:
+        return None
+    lse = np.empty(shape, call.compute)
+    fill(&p.lse, lse, lead, lead, lead + 1, -1)
+    return lse
+
+
 def attend(call):
     """The result of a validated call (`_validate.Call`)."""
     cdef mha_params p
-    cdef cnp.ndarray query = call.query, key = call.key, value = call.value, out, lse, weights, chosen
+    cdef cnp.ndarray query = call.query, key = call.key, value = call.value, out, weights, chosen
     cdef int lead = cnp.PyArray_NDIM(query) - 3
     leave_out(&p)
     fill_sizes(&p, query, key, value, lead, lead, lead + 1)
@@ -277,9 +287,8 @@ def attend(call):
     fill(&p.out, out, lead, lead, lead + 1, lead + 2)
     results = [result]
     rows = call.query.shape[:-1]
+    lse = open_lse(&p, call, rows)
     if call.return_lse:
-        lse = np.empty(rows, call.compute)
-        fill(&p.lse, lse, lead, lead, lead + 1, -1)
         results.append(lse if call.num_head_axes else lse[0])
     if call.return_weights:
         # the core writes only the weights of visible keys
@@ -297,16 +306,6 @@ def attend(call):
 
 
 # ---- packed sequences and caches
-
-cdef object open_lse(mha_params *p, call, tuple shape):
-    """The array of log-sum-exps, described (heads and rows the last axes), or None where it is not asked for."""
-    cdef int lead = <int> len(shape) - 2
-    if not call.return_lse:
-        return None
-    lse = np.empty(shape, call.compute)
-    fill(&p.lse, lse, lead, lead, lead + 1, -1)
-    return lse
-
 
 def attend_varlen(call):
     """The result of a validated call of packed sequences (`_validate_sequences.VarlenCall`)."""

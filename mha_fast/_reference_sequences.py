@@ -68,7 +68,7 @@ def merge_states(outs, lses):
     ([[3.0]], [3.0])
     """
     outs, lses = _validate_sequences.merge_states(outs, lses)
-    compute = _validate_sequences.compute_dtype(outs.dtype)
+    compute = _validate.compute_dtype(outs.dtype)
     with np.errstate(all="ignore"):
         # 1. Nothing overflows below the largest; -inf - -inf is NaN, so that empty rows take 0.
         empty = lses == -np.inf
@@ -569,7 +569,7 @@ class KVCache:
                 starts=self._seqlens,
                 totals=totals,
                 rotary=None,
-                compute=_validate_sequences.compute_dtype(self.dtype),
+                compute=_validate.compute_dtype(self.dtype),
             )
         )
         self._use(storage)
@@ -721,7 +721,7 @@ def apply_rotary(x, positions, *, base=10000.0, interleaved=False, rotary_dim=No
     [[0.0, 1.0]]
     """
     x, positions, rotary = _validate_sequences.rotary_call(x, positions, base, interleaved, rotary_dim)
-    compute = _validate_sequences.compute_dtype(x.dtype)
+    compute = _validate.compute_dtype(x.dtype)
     with np.errstate(all="ignore"):
         return _rotated(x.astype(compute, copy=False), positions, rotary).astype(x.dtype, copy=False)
 

@@ -291,6 +291,11 @@ def _is_half(dtype):
     return dtype.type is np.float16 or dtype.name == "bfloat16"
 
 
+def compute_dtype(dtype):
+    """float64 for float64, else float32: 16-bit numbers are stored, not computed with."""
+    return _FLOAT64 if dtype == _FLOAT64 else _FLOAT32
+
+
 def _storage_dtype(dtype, name, half=True):
     """The dtype in which an array of this dtype is read; `half` allows float16 and bfloat16."""
     if dtype.type in (np.float32, np.float64) or (half and _is_half(dtype)):
@@ -771,7 +776,7 @@ def attention_call(
     named = _attention_inputs(query, key, value)
     sizes = _sizes(named, layout, enable_gqa)
     dtype = _result_dtype(named)
-    compute = _FLOAT32 if _is_half(dtype) else dtype
+    compute = compute_dtype(dtype)
 
     # 3. The scores: who sees whom, and what is done to them.
     scale = _effective_scale(scale, sizes.head_dim, compute)

@@ -26,6 +26,7 @@ from mha_fast._validate import (
     _show,
     _storage_dtype,
     as_array,
+    compute_dtype,
     flag,
 )
 
@@ -119,11 +120,6 @@ class CacheCall(NamedTuple):
 
 
 # ---------------------------------------------------------------- dtypes
-
-
-def compute_dtype(dtype):
-    """float64 for float64, else float32: 16-bit numbers are stored, not computed with."""
-    return _FLOAT64 if dtype == _FLOAT64 else _FLOAT32
 
 
 def _is_cache_dtype(dtype):

@@ -301,7 +301,7 @@ static void FN(few_split)(const mha_task *task, FN(scratch) *s, int64_t split, i
     int64_t begin = FN(split_first)(task, split), end = mha_min(task->visible, (split + 1) * MHA_KEY_SPLIT), next;
     FN(clear)(state, task->num_rows);
     for (int64_t first = begin; first < end; first = next) {
-        next = mha_min(end, (first / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
+        next = mha_block_end(first, end);
         FN(block) block;
         FN(open_block)(&block, task, s, first, next, 0, careful);
         FN(few_block)(task, s, &block, state, first == begin, with_output, careful);
@@ -372,7 +372,7 @@ static void FN(few_weights)(const mha_task *task, void *memory)
     }
     FN(add_sinks)(task->rows, rows, total);
     for (int64_t first = FN(split_first)(task, task->split_begin); first < task->visible; first = next) {
-        next = mha_min(task->visible, (first / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
+        next = mha_block_end(first, task->visible);
         FN(block) block;
         FN(open_block)(&block, task, s, first, next, 0, 0);
         FN(few_hidden_scores)(task, s, &block, block_max);

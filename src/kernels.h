@@ -30,6 +30,11 @@ static inline int64_t mha_item_bytes(mha_dtype dtype)
     return bytes[dtype];
 }
 static inline int64_t mha_round_up(int64_t n, int64_t unit) { return mha_divide_up(n, unit) * unit; }
+/* Where the block of a key ends, or before it the keys do. */
+static inline int64_t mha_block_end(int64_t key, int64_t keys)
+{
+    return mha_min(keys, (key / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
+}
 /* Keys or rows of the next tile where so many are left: the whole tile, or what edge tiles there are. */
 static inline int64_t mha_next_tile(int64_t left, int64_t whole)
 {
@@ -91,21 +96,24 @@ typedef struct mha_task {
     void *state; /* NULL: normalise and write the rows; else leave the state of the one split here */
 } mha_task;
 
+/* Elements from the first key of a head to another one, where keys are row and pages are page elements apart. */
+static inline int64_t mha_key_offset(const mha_task *task, int64_t key, int64_t row, int64_t page)
+{
+    if (!task->pages) return key * row;
+    return task->pages[key / task->page_len] * page + key % task->page_len * row;
+}
+
 /* Where a key's row of key or value begins. */
 static inline const char *mha_key_row(const mha_task *task, const mha_matrix *matrix, int64_t key)
 {
-    int64_t at = task->pages ? task->pages[key / task->page_len] * matrix->page + key % task->page_len * matrix->row
-                             : key * matrix->row;
-    return matrix->data + at * mha_item_bytes(matrix->dtype);
+    return matrix->data + mha_key_offset(task, key, matrix->row, matrix->page) * mha_item_bytes(matrix->dtype);
 }
 
 /* Where a key's scale lies; NULL: there is none. */
 static inline const float *mha_key_scale(const mha_task *task, const mha_matrix *matrix, int64_t key)
 {
     if (!matrix->scale) return NULL;
-    if (!task->pages) return matrix->scale + key * matrix->scale_row;
-    return matrix->scale + task->pages[key / task->page_len] * matrix->scale_page +
-           key % task->page_len * matrix->scale_row;
+    return matrix->scale + mha_key_offset(task, key, matrix->scale_row, matrix->scale_page);
 }
 
 /* Of count keys from key on, how many lie evenly spaced, with their scales: pages may happen to follow each other. */

@@ -205,7 +205,7 @@ static void FN(open_panel)(const mha_task *task, FN(scratch) *s, int p, FN(panel
     panel->vecs = (int)(mha_round_up(panel->num_rows, V(lanes)) / V(lanes));
     panel->query = s->query[p];
     panel->ahead = p == 0 ? task->ahead : NULL;
-    panel->ahead_rows = FN(ahead_rows)(task);
+    panel->ahead_rows = panel->ahead ? FN(ahead_rows)(task) : 0;
     panel->shared_mask = 1;
     panel->visible = panel->all_visible = panel->rows[0].visible;
     panel->first = panel->all_first = panel->rows[0].first;
@@ -358,7 +358,7 @@ static void FN(panels_split)(const mha_task *task, FN(scratch) *s, const FN(pane
     int started[MHA_PANELS_TOGETHER] = {0};
     for (int p = 0; p < num_panels; p++) FN(clear)(&states[p], panels[p].vecs * V(lanes));
     for (int64_t first = FN(split_first)(task, split); first < end; first = next) {
-        next = mha_min(end, (first / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
+        next = mha_block_end(first, end);
         FN(block) block;
         FN(open_block)(&block, task, s, first, next, 1, careful);
         for (int p = 0; p < num_panels; p++) {
@@ -480,7 +480,7 @@ static void FN(panel_weights)(const mha_task *task, void *memory)
     for (int p = 0; p < num_panels; p++) FN(add_sinks)(panels[p].rows, panels[p].num_rows, &s->total[p]);
     int64_t next;
     for (int64_t first = FN(split_first)(task, task->split_begin); first < task->visible; first = next) {
-        next = mha_min(task->visible, (first / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
+        next = mha_block_end(first, task->visible);
         FN(block) block;
         FN(open_block)(&block, task, s, first, next, 1, 0);
         for (int p = 0; p < num_panels; p++) {
