@@ -3,58 +3,98 @@
  * summed in an order that depends on neither the number of rows nor the tile.
  */
 
+/* How many bytes of keys and values are asked for before their turn. */
+enum { FN(few_lead) = 8192 };
+
+/* The same in rows. */
+MHA_INLINE int64_t FN(rows_ahead)(const mha_dtype storage, int64_t cols)
+{
+    return FN(few_lead) / mha_max(cols * mha_item_bytes(storage), 64);
+}
+
+/* Where in the rows to come the next line is asked for: in the order of memory, which hardware follows best, while a tile
+ * reads four rows side by side. */
+typedef struct FN(asking) {
+    const char *row;
+    int64_t row_bytes, step, at; /* step: from row to row in bytes */
+} FN(asking);
+
+MHA_INLINE void FN(ask_next)(FN(asking) *next, const int64_t bytes)
+{
+    const int64_t line = bytes < 64 ? bytes : 64;
+    UNROLL for (int64_t i = 0; i < bytes; i += line) {
+        PREFETCH(next->row + next->at);
+        next->at += line;
+        if (next->at < next->row_bytes) continue;
+        next->row += next->step;
+        next->at = 0;
+    }
+}
+
+/* Numbers of a row that one vector holds. */
+enum { FN(few_numbers) = PAIRS ? 2 * V(lanes) : V(lanes) };
+
+/* One vector of a row from number index on, its pairs or converted; of the row's last numbers n. */
+MHA_INLINE VEC FN(load_depth)(const mha_dtype storage, const char *row, int64_t index)
+{
+#if PAIRS
+    (void)storage;
+    return V(load_pairs)((const uint16_t *)row + index);
+#else
+    return FN(load_as)(storage, row, index);
+#endif
+}
+
+MHA_INLINE VEC FN(load_depth_n)(const mha_dtype storage, const char *row, int64_t index, int64_t n)
+{
+#if PAIRS
+    (void)storage;
+    return V(load_pairs_n)((const uint16_t *)row + index, n);
+#else
+    return FN(load_as_n)(storage, row, index, n);
+#endif
+}
+
 /* scores[row][key] of a tile of rows x keys (1 to 4; 4 are written). key: of dtype storage, converted in registers, once for
  * all rows. rows, keys, storage: constants once inlined. */
 MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype storage, const REAL *RESTRICT query,
                              int64_t query_row, const char *RESTRICT key, int64_t key_row, int64_t head_dim,
-                             REAL *RESTRICT scores, int64_t score_row)
+                             FN(asking) *next, REAL *RESTRICT scores, int64_t score_row)
 {
     VEC acc[4][4];
-    int64_t whole = head_dim - head_dim % V(lanes), e = 0;
+    int64_t whole = head_dim - head_dim % FN(few_numbers), e = 0;
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int k = 0; k < 4; k++) acc[r][k] = V(zero)();
-    for (; e < whole; e += V(lanes)) {
+    for (; e < whole; e += FN(few_numbers), query += V(lanes)) {
         VEC depth[4];
-        UNROLL for (int k = 0; k < keys; k++) depth[k] = FN(load_as)(storage, key, k * key_row + e);
+        FN(ask_next)(next, keys * FN(few_numbers) * mha_item_bytes(storage));
+        UNROLL for (int k = 0; k < keys; k++) depth[k] = FN(load_depth)(storage, key, k * key_row + e);
         UNROLL for (int r = 0; r < rows; r++) {
-            VEC q = V(load)(query + r * query_row + e);
-            UNROLL for (int k = 0; k < keys; k++) acc[r][k] = V(fma)(q, depth[k], acc[r][k]);
+            VEC q = V(load)(query + r * query_row);
+            UNROLL for (int k = 0; k < keys; k++) acc[r][k] = FN(multiply_add)(q, depth[k], acc[r][k]);
         }
     }
     if (e < head_dim)
         UNROLL for (int k = 0; k < keys; k++) {
-            VEC depth = FN(load_as_n)(storage, key, k * key_row + e, head_dim - e);
+            VEC depth = FN(load_depth_n)(storage, key, k * key_row + e, head_dim - e);
             UNROLL for (int r = 0; r < rows; r++)
-                acc[r][k] = V(fma)(V(load)(query + r * query_row + e), depth, acc[r][k]);
+                acc[r][k] = FN(multiply_add)(V(load)(query + r * query_row), depth, acc[r][k]);
         }
     UNROLL for (int r = 0; r < rows; r++)
         V(hsum4)(acc[r][0], acc[r][1], acc[r][2], acc[r][3], scores + r * score_row);
-}
-
-/* How many bytes of keys and values are asked for before their turn where the arithmetic of several rows or of a conversion would
- * let the memory wait. One row of the compute dtype has so little that asking costs more than it gains. */
-enum { FN(few_lead) = 8192 };
-
-/* The same in rows, 0 where nothing is asked for. rows, storage: constants once inlined. */
-MHA_INLINE int64_t FN(rows_ahead)(const int rows, const mha_dtype storage, int64_t cols)
-{
-    if (rows == 1 && storage == REAL_DTYPE) return 0;
-    return FN(few_lead) / mha_max(cols * mha_item_bytes(storage), 64);
 }
 
 MHA_INLINE void FN(dot_rows)(const int rows, const mha_dtype storage, const REAL *query, int64_t query_row,
                              const char *key, int64_t key_row, int64_t count, int64_t head_dim, REAL *scores,
                              int64_t score_row)
 {
-    const int64_t item = mha_item_bytes(storage), ahead = FN(rows_ahead)(rows, storage, head_dim);
+    const int64_t item = mha_item_bytes(storage);
+    FN(asking) next = {key + FN(rows_ahead)(storage, head_dim) * key_row * item, head_dim * item, key_row * item, 0};
     int64_t k = 0;
-    for (; k + 4 <= count; k += 4, key += 4 * key_row * item) {
-        if (ahead)
-            for (int i = 0; i < 4; i++) FN(ask)(key + (ahead + i) * key_row * item, head_dim * item);
-        FN(dot_tile)(rows, 4, storage, query, query_row, key, key_row, head_dim, scores + k, score_row);
-    }
-    if (count - k == 3) FN(dot_tile)(rows, 3, storage, query, query_row, key, key_row, head_dim, scores + k, score_row);
-    if (count - k == 2) FN(dot_tile)(rows, 2, storage, query, query_row, key, key_row, head_dim, scores + k, score_row);
-    if (count - k == 1) FN(dot_tile)(rows, 1, storage, query, query_row, key, key_row, head_dim, scores + k, score_row);
+    for (; k + 4 <= count; k += 4, key += 4 * key_row * item)
+        FN(dot_tile)(rows, 4, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
+    if (count - k == 3) FN(dot_tile)(rows, 3, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
+    if (count - k == 2) FN(dot_tile)(rows, 2, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
+    if (count - k == 1) FN(dot_tile)(rows, 1, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
 }
 
 /* scores[row][key] of a block, times the scales of the keys. */
@@ -87,7 +127,7 @@ static void FN(scale_keys)(REAL *dst, const REAL *numbers, const float *scale, i
 static void FN(few_scores)(const mha_task *task, FN(scratch) *s, const FN(block) *block)
 {
     const mha_rows *keys = &block->keys;
-    if (keys->dtype == REAL_DTYPE)
+    if (FN(few_reads)(REAL_DTYPE) && keys->dtype == REAL_DTYPE)
         FN(few_scores_of)(REAL_DTYPE, task, s, keys, block->count);
     else if (FN(few_reads)(MHA_F16) && keys->dtype == MHA_F16)
         FN(few_scores_of)(MHA_F16, task, s, keys, block->count);
@@ -99,19 +139,30 @@ static void FN(few_scores)(const mha_task *task, FN(scratch) *s, const FN(block)
         REAL *scores = s->scores + r * s->score_row;
         FN(scale_keys)(scores, scores, keys->scale, keys->scale_row, block->count, 0);
     }
+    for (int64_t r = 0; PAIRS && r < task->num_rows; r++) /* queries of pairs do not hold the scale */
+        for (int64_t k = 0; k < block->count; k += V(lanes)) {
+            REAL *scores = s->scores + r * s->score_row + k;
+            V(store)(scores, FN(scaled)(V(load)(scores), (REAL)task->scale));
+        }
 }
 
 /* out[row] = alpha[row] * out[row] + sum_key weights[row][key] * value[key] for rows x vecs vectors of columns; tail: the
- * columns in the last vector where it is not whole, else 0. */
+ * columns in the last vector, or in the last two of pairs, where that is not whole, else 0. */
 MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const mha_dtype storage,
                                     const REAL *RESTRICT weights, int64_t weight_row, const char *RESTRICT value,
                                     int64_t value_row, int64_t count, int64_t tail, const REAL *RESTRICT alpha,
                                     int first, REAL *RESTRICT out, int64_t out_row)
 {
     VEC acc[6][8];
-    FN(product_tile)(rows, vecs, weights, weight_row, storage, value, value_row, count, tail,
-                     FN(rows_ahead)(rows, storage, vecs * V(lanes)), acc);
+    const int64_t ahead = FN(rows_ahead)(storage, vecs * V(lanes));
+#if PAIRS
+    FN(pair_product_tile)(rows, vecs, weights, weight_row, value, value_row, count, tail, ahead, acc);
+#else
+    FN(product_tile)(rows, vecs, weights, weight_row, storage, value, value_row, count, tail, ahead, acc);
+#endif
+    int absent = PAIRS && tail > 0 && tail <= V(lanes); /* the last vector lies behind the row */
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) {
+        if (v == vecs - 1 && absent) break;
         REAL *dst = out + r * out_row + v * V(lanes);
         V(store)(dst, first ? acc[r][v] : V(fma)(V(load)(dst), V(set1)(alpha[r]), acc[r][v]));
     }
@@ -124,9 +175,9 @@ MHA_INLINE void FN(few_output_rows)(const int rows, const mha_dtype storage, con
 {
     const int64_t most = rows > 2 ? V(col_vecs) : 2 * V(col_vecs);
     for (int64_t c = 0; c < cols;) {
-        int64_t vecs = mha_round_up(cols - c, V(lanes)) / V(lanes), width = vecs >= 8 ? 8 : vecs >= 4 ? 4 : vecs >= 2 ? 2 : 1;
-        if (width > most) width = most;
-        int64_t tail = cols - c < width * V(lanes) ? cols % V(lanes) : 0;
+        int64_t vecs = mha_divide_up(cols - c, FN(few_numbers)) * FN(few_numbers) / V(lanes);
+        int64_t width = mha_min(vecs >= 8 ? 8 : vecs >= 4 ? 4 : vecs >= 2 ? 2 : 1, most);
+        int64_t tail = cols - c < width * V(lanes) ? cols % FN(few_numbers) : 0;
         const char *value = values + c * mha_item_bytes(storage);
         if (V(col_vecs) == 4 && rows <= 2 && width == 8)
             FN(few_output_tile)(rows, 8, storage, weights, weight_row, value, value_row, count, tail, alpha, first, out + c, out_row);
@@ -134,7 +185,7 @@ MHA_INLINE void FN(few_output_rows)(const int rows, const mha_dtype storage, con
             FN(few_output_tile)(rows, 4, storage, weights, weight_row, value, value_row, count, tail, alpha, first, out + c, out_row);
         else if (width == 2)
             FN(few_output_tile)(rows, 2, storage, weights, weight_row, value, value_row, count, tail, alpha, first, out + c, out_row);
-        else
+        else if (!PAIRS)
             FN(few_output_tile)(rows, 1, storage, weights, weight_row, value, value_row, count, tail, alpha, first, out + c, out_row);
         c += width * V(lanes);
     }
@@ -257,7 +308,10 @@ static void FN(few_output)(const mha_task *task, FN(scratch) *s, const FN(block)
     for (int64_t r = 0; values->scale && r < task->num_rows; r++)
         FN(scale_keys)(s->scaled + r * s->score_row, s->scores + r * s->score_row, values->scale, values->scale_row,
                        block->count, careful);
-    if (values->dtype == REAL_DTYPE)
+#if PAIRS
+    for (int64_t r = 0; r < task->num_rows; r++) FN(pack_weights)(s->scores + r * s->score_row, block->count);
+#endif
+    if (FN(few_reads)(REAL_DTYPE) && values->dtype == REAL_DTYPE)
         FN(few_output_of)(REAL_DTYPE, task, s, weights, values, block->count, state, first);
     else if (FN(few_reads)(MHA_F16) && values->dtype == MHA_F16)
         FN(few_output_of)(MHA_F16, task, s, weights, values, block->count, state, first);
@@ -291,7 +345,7 @@ static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) 
     FN(few_output)(task, s, block, state, first, careful);
     FN(run) all = {0, count};
     if (careful)
-        FN(add_non_finite)(task, task->rows, rows, block->first, &all, 1, s->scores, s->score_row, 1, 0, state->out,
+        FN(add_non_finite)(task, task->rows, rows, block->first, &all, 1, s->scores, s->score_row, 1, PAIRS, state->out,
                            s->out_row);
 }
 
@@ -308,9 +362,16 @@ static void FN(few_split)(const mha_task *task, FN(scratch) *s, int64_t split, i
     }
 }
 
-/* Queries one after the other, multiplied by the scale, zeros behind their depth. */
+/* Queries one after the other, multiplied by the scale, zeros behind their depth; pairs are copied as they are. */
 static void FN(pack_few_queries)(const mha_task *task, FN(scratch) *s)
 {
+#if PAIRS
+    for (int64_t r = 0; r < task->num_rows; r++) {
+        REAL *query = s->query[0] + r * s->few_row;
+        memset(query, 0, (size_t)s->few_row * sizeof(REAL));
+        FN(copy_pairs)(query, task->rows[r].query, task->query_col, task->head_dim);
+    }
+#else
     VEC scale = V(set1)((REAL)task->scale);
     int64_t head_dim = task->head_dim;
     int in_place = task->query_dtype == REAL_DTYPE && task->query_col == 1;
@@ -322,6 +383,7 @@ static void FN(pack_few_queries)(const mha_task *task, FN(scratch) *s)
         for (; e + V(lanes) <= head_dim; e += V(lanes)) V(store)(query + e, V(mul)(V(load)(from + e), scale));
         if (e < head_dim) V(store)(query + e, V(mul)(V(load_n)(from + e, head_dim - e), scale));
     }
+#endif
 }
 
 static void FN(attend_few)(const mha_task *task, void *memory)

@@ -11,6 +11,14 @@ static void FN(copy_pairs)(REAL *dst, const char *src, int64_t stride, int64_t c
     if (count % 2) to[count] = 0;
 }
 
+/* What is not finite of count bfloat16 numbers becomes 0. */
+static void FN(drop_non_finite)(REAL *pairs, int64_t count)
+{
+    uint16_t *numbers = (uint16_t *)pairs;
+    for (int64_t i = 0; i < count; i++)
+        if ((numbers[i] & 0x7f80) == 0x7f80) numbers[i] = 0;
+}
+
 /* Whether a row of count numbers can be read as pairs where it lies. */
 MHA_INLINE int FN(lies_in_pairs)(const char *row, int64_t stride, int64_t count)
 {
@@ -59,5 +67,43 @@ MHA_INLINE VEC FN(pair_exponentials)(REAL *scores, const FN(run) *runs, int num_
         }
     }
     return V(add)(V(add)(sum[0], sum[1]), V(add)(sum[2], sum[3]));
+}
+
+/* count weights of a row, and zeros behind them up to a whole vector, become pairs in place. */
+static void FN(pack_weights)(REAL *weights, int64_t count)
+{
+    for (int64_t k = 0; k < count; k += 2 * V(lanes)) {
+        VEC high = k + V(lanes) < count ? V(load)(weights + k + V(lanes)) : V(zero)();
+        V(store)(weights + k / 2, V(pack_row)(V(load)(weights + k), high));
+    }
+}
+
+/* acc[row][vec] = sum_k a[row][k] * b[k][vec] for a tile of rows x vecs vectors of columns, vecs even, b where it lies: like
+ * product_tile. a: pairs. tail: the columns in the last two vectors where those are not whole, else 0. */
+MHA_INLINE void FN(pair_product_tile)(const int rows, const int vecs, const REAL *RESTRICT a, int64_t a_row,
+                                      const char *RESTRICT b, int64_t b_row, int64_t count, int64_t tail, int64_t ahead,
+                                      VEC acc[6][8])
+{
+    const int64_t last = (vecs - 2) * V(lanes);
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
+    for (int64_t k = 0; k < count; k += 2) {
+        const uint16_t *row[2] = {(const uint16_t *)b + k * b_row, (const uint16_t *)b + (k + 1) * b_row};
+        VEC col[8];
+        UNROLL for (int i = 0; i < 2; i++) {
+            FN(ask)((const char *)(row[i] + ahead * b_row), vecs * V(lanes) * 2);
+            int present = k + i < count;
+            UNROLL for (int v = 0; v < vecs - 2; v += 2)
+                col[v + i] = present ? V(load_pairs)(row[i] + v * V(lanes)) : V(zero)();
+            col[vecs - 2 + i] = !present ? V(zero)()
+                                : tail   ? V(load_pairs_n)(row[i] + last, tail)
+                                         : V(load_pairs)(row[i] + last);
+        }
+        UNROLL for (int v = 0; v < vecs; v += 2) V(interleave)(&col[v], &col[v + 1]);
+        UNROLL for (int r = 0; r < rows; r++) {
+            VEC broadcast = V(set1)(a[r * a_row + k / 2]);
+            UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(dot_pairs)(broadcast, col[v], acc[r][v]);
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v += 2) V(in_order)(&acc[r][v], &acc[r][v + 1]);
 }
 #endif

@@ -12,6 +12,7 @@ typedef struct FN(block) {
     mha_rows keys, values;
 } FN(block);
 
+/* Whether a kernel reads the rows of a block where they lie. */
 MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix, int64_t first, int64_t count,
                             int whole_vectors)
 {
@@ -19,6 +20,7 @@ MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix, int6
     return readable && matrix->col == 1 && !task->pack_keys && mha_even_keys(task, matrix, first, count) == count;
 }
 
+#if !PAIRS
 /* The scales of keys first.., evenly spaced; those of pages are gathered. */
 static void FN(open_scales)(mha_rows *rows, const mha_task *task, const mha_matrix *src, int64_t first, int64_t count,
                             float *gathered)
@@ -64,7 +66,20 @@ static void FN(open_rows)(mha_rows *rows, const mha_task *task, const mha_matrix
     rows->row = packed_row;
 }
 
-#if PAIRS
+#else
+/* Rows first.. of bfloat16 numbers where they lie, or copied. careful: what is not finite is 0. */
+static void FN(open_few_pairs)(mha_rows *rows, const mha_task *task, const mha_matrix *src, int64_t first, int64_t count,
+                               int64_t cols, int careful, REAL *copy, int64_t copy_row)
+{
+    *rows = (mha_rows){.data = mha_key_row(task, src, first), .dtype = MHA_BF16, .row = src->row};
+    if (FN(in_place)(task, src, first, count, 0) && !careful) return;
+    *rows = (mha_rows){.data = (const char *)copy, .dtype = MHA_BF16, .row = 2 * copy_row};
+    for (int64_t k = 0; k < count; k++) {
+        FN(copy_pairs)(copy + k * copy_row, mha_key_row(task, src, first + k), src->col, cols);
+        if (careful) FN(drop_non_finite)(copy + k * copy_row, cols);
+    }
+}
+
 /* The block for a panel of pairs: keys where they lie if they are pairs there, values packed. */
 static void FN(open_pair_block)(FN(block) *block, const mha_task *task, FN(scratch) *s, int careful)
 {
@@ -97,7 +112,9 @@ static void FN(open_block)(FN(block) *block, const mha_task *task, FN(scratch) *
         FN(open_pair_block)(block, task, s, careful);
         return;
     }
-#endif
+    FN(open_few_pairs)(&block->keys, task, &task->key, first, count, task->head_dim, 0, s->keys, s->few_row);
+    FN(open_few_pairs)(&block->values, task, &task->value, first, count, task->value_dim, careful, s->values, s->out_row);
+#else
     int keys_in_place = FN(in_place)(task, &task->key, first, count, whole_vectors);
     int values_in_place = FN(in_place)(task, &task->value, first, count, whole_vectors) && !careful &&
                           !(whole_vectors && task->value_dim % V(lanes));
@@ -108,6 +125,7 @@ static void FN(open_block)(FN(block) *block, const mha_task *task, FN(scratch) *
     if (careful)
         for (int64_t i = 0; i < count * s->out_row; i++)
             if (s->values[i] - s->values[i] != 0) s->values[i] = 0;
+#endif
 }
 
 /* The first key of a split that is visited. */

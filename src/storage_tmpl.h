@@ -2,9 +2,11 @@
  * compute dtype, MHA_F16, MHA_BF16 or MHA_I8. Takes REAL_DTYPE.
  */
 
-/* Whether the few-query kernel converts this dtype in registers; what it does not is packed. Only float32 pays for the code. */
+/* Whether the few-query kernel reads this dtype where it lies, converting it in registers; what it does not is packed. Only float32
+ * pays for the code. */
 MHA_INLINE int FN(few_reads)(mha_dtype storage)
 {
+    if (PAIRS) return storage == MHA_BF16;
     int narrow = storage == MHA_F16 || storage == MHA_BF16 || storage == MHA_I8;
     return storage == REAL_DTYPE || (REAL_DTYPE == MHA_F32 && narrow);
 }

@@ -116,13 +116,13 @@ def attend():
     return mha_fast.scaled_dot_product_attention
 
 
-def pair_rounding(rows, *arrays):
+def pair_rounding(*arrays):
     """What rounding the weights to bfloat16 adds, relative to the values: 0 where the level in force does not do it.
 
-    Panels of levels that multiply pairs do, where all arrays are bfloat16. Half a step of each weight; twice, for the
-    sum is not rounded.
+    Levels that multiply pairs do, where all arrays are bfloat16. Half a step of each weight; twice, for the sum is not
+    rounded.
     """
-    pairs = mha_fast.show_config()["level"].endswith("_bf16") and rows > CONFIG["few_rows"]
+    pairs = mha_fast.show_config()["level"].endswith("_bf16")
     return 2.0**-8 if pairs and all(x.dtype.name == "bfloat16" for x in arrays) else 0.0
 
 

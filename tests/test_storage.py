@@ -60,7 +60,7 @@ def test_every_value(isa, attend, dtype, queries, finite):
     query, key = np.zeros((1, 1, queries, 1), "f4"), np.zeros((1, 1, 1, 1), dtype)
     want = np.repeat(value, queries, axis=2)
     same(attend(query, key, value), want.astype("f4"))
-    if pair_rounding(queries, value):  # products of pairs take subnormal numbers for 0
+    if pair_rounding(value):  # products of pairs take subnormal numbers for 0
         want = np.where(np.abs(want.astype("f4")) < np.finfo("f4").tiny, np.zeros((), dtype), want)
     same(attend(query.astype(dtype), key, value), want)
 
@@ -100,7 +100,7 @@ def test_halfway_cases_of_the_result(isa, attend, dtype, queries):
     """The mean of two numbers next to each other, subnormal ones too: to the even one, as NumPy rounds."""
     numbers = np.sort(every(dtype, finite=True).astype("f4"))
     numbers = numbers[np.abs(numbers) < 1e38].astype(dtype)
-    if pair_rounding(queries, numbers):
+    if pair_rounding(numbers):
         numbers = numbers[np.abs(numbers.astype("f4")) >= np.finfo("f4").tiny]
     pairs = np.stack([numbers[:-1], numbers[1:]])
     query, key = np.zeros((1, 1, queries, 1), dtype), np.zeros((1, 1, 2, 1), dtype)
@@ -117,7 +117,7 @@ def test_the_result_is_the_float32_one_rounded(isa, attend, rng, dtype, queries)
     sizes = 2.0 ** rng.integers(-30, 10, 300)
     value = (value.astype("f8") * sizes).astype(dtype)
     got = attend(query, key, value)
-    within = pair_rounding(queries, query, key, value) * np.abs(value.astype("f4")).max(axis=2, keepdims=True)
+    within = pair_rounding(query, key, value) * np.abs(value.astype("f4")).max(axis=2, keepdims=True)
     same(got, attend(query.astype("f4"), key, value).astype(dtype), 2 * within)
 
 
@@ -131,8 +131,7 @@ def check(attend, query, key, value, **options):
     want = exact(*plain, **options)
     compute = lse.dtype.name
     bound = allowed(compute, query.shape[-1], largest_score(*plain[:2]))
-    rows = query.shape[-2] * query.shape[-3] // key.shape[-3]
-    pairs = pair_rounding(rows, query, key, value)
+    pairs = pair_rounding(query, key, value)
     assert_close(out, want[0], (bound + pairs) * largest(plain[2]) + rounding(out.dtype.name, largest(want[0])))
     assert_close(lse, want[1], bound, "lse")
     as_computed = attend(*plain, return_lse=True, **options)
@@ -198,16 +197,35 @@ def test_a_visible_nan_spoils_its_rows_alone(isa, attend, rng, dtype, queries):
 
 
 @half
+@pytest.mark.parametrize("queries", [3, 20])
 @pytest.mark.parametrize("kind", ["float32", "float16", "bool"])
-def test_masks(isa, attend, rng, dtype, kind):
-    mask = rng.random((20, 60)) < 0.7
-    mask = mask if kind == "bool" else np.where(mask, draw(rng, 20, 60), -np.inf).astype(kind)
-    query, key, value = qkv(rng, 1, 2, 20, 60, 16, dtype=dtype)
+def test_masks(isa, attend, rng, dtype, kind, queries):
+    mask = rng.random((queries, 60)) < 0.7
+    mask = mask if kind == "bool" else np.where(mask, draw(rng, queries, 60), -np.inf).astype(kind)
+    query, key, value = qkv(rng, 1, 2, queries, 60, 16, dtype=dtype)
     got = attend(query, key, value, mask, return_weights=True)
     want = attend(*(x.astype("f4") for x in (query, key, value)), mask, return_weights=True)
-    pairs = pair_rounding(20, query, key, value)
+    pairs = pair_rounding(query, key, value)
     same(got[0], want[0].astype(dtype), 2 * pairs * largest(value.astype("f4")))
     same(got[1], want[1], 1e-5 if pairs else 0.0)
+
+
+@half
+@pytest.mark.parametrize("queries", [1, 3, 20])
+@pytest.mark.parametrize("width", [31, 32, 33, 64])
+def test_rows_in_any_memory_have_the_same_bits(isa, attend, rng, dtype, queries, width):
+    """In place, far apart, at odd addresses, backwards, every other number: read where they lie or copied."""
+    arrays = qkv(rng, 1, 2, queries, 300, width, dtype=dtype)
+    want = attend(*arrays)
+    for lay_out in (
+        lambda x: np.concatenate([x, x], axis=-1)[..., :width],
+        lambda x: np.concatenate([x[..., :1], x], axis=-1)[..., 1:],
+        lambda x: np.ascontiguousarray(x[..., ::-1])[..., ::-1],
+        lambda x: np.repeat(x, 2, axis=-1)[..., ::2],
+        lambda x: np.ascontiguousarray(x[:, :, ::-1])[:, :, ::-1],
+    ):
+        for which in ([0], [1], [2], [0, 1, 2]):
+            same(attend(*(lay_out(x) if i in which else x for i, x in enumerate(arrays))), want)
 
 
 # ---------------------------------------------------------------- calls
@@ -233,9 +251,11 @@ def test_numbers_of_heads_in_any_dtype(isa, attend, rng, dtype, name, given):
     """Beside half inputs the common path once read half-precision numbers as wider ones."""
     arrays = qkv(rng, heads=4, queries=3, dtype=dtype)
     numbers = np.linspace(0.5, 2, 4).astype(given)
-    options = {"is_causal": "lower_right", name: numbers}
-    want = attend(*(x.astype("f4") for x in arrays), **options | {name: numbers.astype("f4")})
-    same(attend(*arrays, **options), want.astype(dtype))
+    options, converted = ({"is_causal": "lower_right", name: x} for x in (numbers, numbers.astype("f4")))
+    got = attend(*arrays, **options)
+    same(got, attend(*arrays, **converted))
+    want = attend(*(x.astype("f4") for x in arrays), **converted)
+    same(got, want.astype(dtype), 2 * pair_rounding(*arrays) * largest(arrays[2].astype("f4")))
 
 
 @pytest.mark.parametrize("name", ["int4", "float8_e4m3fn"])
