@@ -5,6 +5,9 @@
 _Static_assert(V(key_tile) <= 8 && V(query_vecs) <= 3 && V(row_tile) <= 6 && V(col_vecs) <= 4 && V(few_rows) <= 4,
                "the accumulators below are declared for these tiles");
 
+/* Keys of a tile of one vector of queries, which leaves the registers of the others free. */
+enum { FN(tall_tile) = 2 * V(key_tile) };
+
 /* Steps of a sum over so many numbers: one each, or one a pair. */
 MHA_INLINE int64_t FN(steps)(int64_t count) { return PAIRS ? (count + 1) / 2 : count; }
 
@@ -21,7 +24,7 @@ MHA_INLINE VEC FN(multiply_add)(VEC a, VEC b, VEC acc)
 /* Queries of pairs do not hold the scale, for they would be rounded once more. */
 MHA_INLINE VEC FN(scaled)(VEC score, REAL scale) { return PAIRS ? V(mul)(score, V(set1)(scale)) : score; }
 
-MHA_INLINE void FN(store_scores)(const int keys, const int vecs, const int kind, VEC acc[8][3], REAL scale,
+MHA_INLINE void FN(store_scores)(const int keys, const int vecs, const int kind, VEC acc[16][3], REAL scale,
                                  const FN(tile_mask) *mask, REAL *RESTRICT scores, REAL *RESTRICT max)
 {
     UNROLL for (int v = 0; v < vecs; v++) {
@@ -43,7 +46,7 @@ MHA_INLINE void FN(score_tile)(const int keys, const int vecs, const REAL *RESTR
                                int64_t key_row, int64_t steps, REAL scale, const FN(tile_mask) *mask, REAL *RESTRICT scores,
                                REAL *RESTRICT max)
 {
-    VEC acc[8][3];
+    VEC acc[16][3];
     UNROLL for (int k = 0; k < keys; k++) UNROLL for (int v = 0; v < vecs; v++) acc[k][v] = V(zero)();
     for (int64_t e = 0; e < steps; e++) {
         VEC q[3];
@@ -81,7 +84,9 @@ MHA_INLINE void FN(score_vecs)(const int keys, int vecs, const REAL *query, cons
 MHA_NOINLINE void FN(score_keys)(int64_t keys, int vecs, const REAL *query, const REAL *key, int64_t key_row,
                                  int64_t steps, REAL scale, const FN(tile_mask) *mask, REAL *scores, REAL *max)
 {
-    if (keys == V(key_tile))
+    if (keys == FN(tall_tile))
+        FN(score_tile)(FN(tall_tile), 1, query, key, key_row, steps, scale, mask, scores, max);
+    else if (keys == V(key_tile))
         FN(score_vecs)(V(key_tile), vecs, query, key, key_row, steps, scale, mask, scores, max);
     else if (V(key_tile) > 4 && keys == 4)
         FN(score_vecs)(4, vecs, query, key, key_row, steps, scale, mask, scores, max);

@@ -461,11 +461,16 @@ static void ask_for_keys(const mha_params *p, mha_task *task, const place *place
 
 /* What task t asks for beside its own work: its share of the next head's keys and values, or in a window those of the task
  * that this thread probably takes next; and the rows of that task. */
-static void look_ahead(const mha_plan *plan, mha_task *task, int64_t t)
+static void look_ahead(const mha_plan *plan, mha_task *task, const place *here, int64_t t)
 {
     const mha_params *p = plan->p;
     int64_t share = t % plan->row_tasks, next_head = t + plan->row_tasks, next = t + plan->threads, first_key = 0;
     for (int n = 0; n < MHA_AHEAD; n++) task->ahead[n].rows = 0;
+    if (plan->split_tasks) {
+        int64_t begin = mha_max(task->split_begin * MHA_KEY_SPLIT, task->first), end = mha_min(task->split_end * MHA_KEY_SPLIT, task->visible);
+        ask_for_keys(p, task, here, mha_min(begin + MHA_KEY_BLOCK, p->kv_len), mha_min(end + MHA_KEY_BLOCK, p->kv_len));
+        return;
+    }
     if (p->window_left >= 0 && next < plan->tasks) {
         place place = locate(plan, next);
         int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows) - 1;
@@ -542,7 +547,6 @@ void mha_attention_task(const void *of, int phase, int64_t t, int thread)
     } else if (phase == MERGE) {
         plan->kernels->merge(task, plan->states + t * plan->splits * plan->state_bytes, scratch);
     } else {
-        if (!plan->split_tasks && !plan->few && !plan->p->pages && !plan->p->q_starts) look_ahead(plan, task, t);
         if (splitting) {
             int64_t split = task->split_begin + t % plan->splits;
             if (split >= task->split_end) return;
@@ -550,6 +554,7 @@ void mha_attention_task(const void *of, int phase, int64_t t, int thread)
             task->split_end = split + 1;
             task->state = plan->states + t * plan->state_bytes;
         }
+        if (!plan->few && !plan->p->pages && !plan->p->q_starts) look_ahead(plan, task, &place, t);
         int few = entry_rows(plan, place.batch) <= MHA_FEW_ROWS;
         (few ? plan->kernels->attend_few : plan->kernels->attend_panels)(task, scratch);
     }

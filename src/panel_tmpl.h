@@ -152,25 +152,28 @@ MHA_INLINE int64_t FN(block_base)(const FN(block) *block) { return block->first 
 /* Rows to ask for per tile of keys, so that a panel asks for all of them. */
 static int64_t FN(ahead_rows)(const mha_task *task)
 {
-    int64_t most = 0, tiles = mha_max(task->visible - task->first, 0) / V(key_tile) + 1;
+    int64_t end = mha_min(task->visible, task->split_end * MHA_KEY_SPLIT), most = 0;
+    int64_t tiles = mha_max(end - FN(split_first)(task, task->split_begin), 0) / V(key_tile) + 1;
     for (int n = 0; n < MHA_AHEAD; n++) most = mha_max(most, task->ahead[n].rows);
     return (most + tiles - 1) / tiles;
 }
 
-static void FN(look_ahead)(const mha_ahead *ahead, int64_t begin, int64_t end)
+/* Asks for the shares of the tiles [begin, end) of the task's keys. */
+static void FN(look_ahead)(const FN(panel) *panel, int64_t begin, int64_t end)
 {
+    const mha_ahead *ahead = panel->ahead;
     for (int n = 0; n < MHA_AHEAD; n++)
-        for (int64_t r = begin; r < mha_min(end, ahead[n].rows); r++)
+        for (int64_t r = begin * panel->ahead_rows; r < mha_min(end * panel->ahead_rows, ahead[n].rows); r++)
             for (int64_t byte = 0; byte < ahead[n].row_bytes; byte += 64)
                 PREFETCH(ahead[n].data + r * ahead[n].step + byte);
 }
 
 /* Asks for the mask of the keys from key on, a share of the rows with every tile of the block before. */
-static void FN(look_ahead_mask)(const mha_task *task, const FN(panel) *panel, int64_t key, int64_t tile)
+static void FN(look_ahead_mask)(const mha_task *task, const FN(panel) *panel, int64_t key, int64_t begin, int64_t end)
 {
     int64_t bytes = mha_item_bytes(task->mask_dtype), share = panel->num_rows * V(key_tile) / MHA_KEY_BLOCK + 1;
     if (task->mask_col != 1 || key >= panel->visible) return;
-    for (int64_t r = tile * share; r < mha_min((tile + 1) * share, panel->shared_mask ? 1 : panel->num_rows); r++)
+    for (int64_t r = begin * share; r < mha_min(end * share, panel->shared_mask ? 1 : panel->num_rows); r++)
         for (int64_t byte = 0; byte < MHA_KEY_BLOCK * bytes; byte += 64)
             PREFETCH(panel->rows[r].mask + key * bytes + byte);
 }
@@ -187,11 +190,15 @@ static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel
                           .softcap = (REAL)task->softcap,
                           .slope = s->slope,
                           .position = s->position};
+    int64_t tiles_before = (block->first - FN(split_first)(task, task->split_begin)) / V(key_tile);
+    int64_t asked = first / V(key_tile);
     for (int64_t k = first; k < first + count;) {
-        int64_t left = first + count - k, keys = mha_next_tile(left, V(key_tile)), key = block->first + k;
-        int64_t asked = (key - panel->first) / V(key_tile) * panel->ahead_rows;
-        if (panel->ahead) FN(look_ahead)(panel->ahead, asked, asked + panel->ahead_rows);
-        if (task->has_mask) FN(look_ahead_mask)(task, panel, FN(block_base)(block) + MHA_KEY_BLOCK, k / V(key_tile));
+        int64_t left = first + count - k, key = block->first + k;
+        int64_t keys = panel->vecs == 1 && left >= FN(tall_tile) ? FN(tall_tile) : mha_next_tile(left, V(key_tile));
+        int64_t ask_end = mha_divide_up(k + keys, V(key_tile));
+        if (panel->ahead) FN(look_ahead)(panel, tiles_before + asked, tiles_before + ask_end);
+        if (task->has_mask) FN(look_ahead_mask)(task, panel, FN(block_base)(block) + MHA_KEY_BLOCK, asked, ask_end);
+        asked = ask_end;
         int upper = key + keys > panel->all_visible, lower = key < panel->all_first;
         int rules = always || (lower && task->has_mask), masked = task->has_mask || lower || upper;
         mask.bits = s->bits ? s->bits + k : NULL;
@@ -209,7 +216,7 @@ static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel
                            panel->query + strip * V(lanes) * FN(steps)(task->head_dim) + (v - strip) * V(lanes),
                            (const REAL *)block->keys.data + k * block->keys.row, block->keys.row,
                            FN(steps)(task->head_dim), (REAL)task->scale, masked && !rules ? &mask : NULL,
-                           rules ? s->raw : scores, rules ? s->raw + V(key_tile) * V(panel) : max);
+                           rules ? s->raw : scores, rules ? s->raw + FN(tall_tile) * V(panel) : max);
             if (rules) FN(apply_rules)((int)keys, end - v, &mask, s->raw, scores, max);
         }
         k += keys;

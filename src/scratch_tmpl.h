@@ -24,7 +24,7 @@ typedef struct FN(scratch) {
     uint16_t *bits;                   /* [panel / 16][keys of a block]: a bit a query */
     REAL *before;                     /* [panel], where there is a window */
     REAL *slope, *position;           /* [panel], where there are slopes */
-    REAL *raw; /* [key_tile + 1][panel]: a tile of scores before apply_rules, and their maximum */
+    REAL *raw; /* [tall_tile + 1][panel]: a tile of scores before apply_rules, and their maximum */
 } FN(scratch);
 
 /* Takes count elements from the memory, on a cache line of their own. */
@@ -80,7 +80,7 @@ static uintptr_t FN(lay_out)(FN(scratch) *s, const mha_task *task, uintptr_t mem
     s->slope = task->has_slopes ? FN(take)(&memory, V(panel)) : NULL;
     s->position = task->has_slopes ? FN(take)(&memory, V(panel)) : NULL;
     int rules = task->softcap != 0 || task->has_slopes || (task->has_window && task->has_mask);
-    s->raw = rules ? FN(take)(&memory, (V(key_tile) + 1) * V(panel)) : NULL;
+    s->raw = rules ? FN(take)(&memory, (2 * V(key_tile) + 1) * V(panel)) : NULL;
     return memory;
 }
 
