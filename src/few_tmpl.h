@@ -6,12 +6,6 @@
 /* How many bytes of keys and values are asked for before their turn. */
 enum { FN(few_lead) = 8192 };
 
-/* The same in rows. */
-MHA_INLINE int64_t FN(rows_ahead)(const mha_dtype storage, int64_t cols)
-{
-    return FN(few_lead) / mha_max(cols * mha_item_bytes(storage), 64);
-}
-
 /* Where in the rows to come the next line is asked for: in the order of memory, which hardware follows best, while a tile
  * reads four rows side by side. */
 typedef struct FN(asking) {
@@ -22,6 +16,7 @@ typedef struct FN(asking) {
 MHA_INLINE void FN(ask_next)(FN(asking) *next, const int64_t bytes)
 {
     const int64_t line = bytes < 64 ? bytes : 64;
+    if (!next->row) return;
     UNROLL for (int64_t i = 0; i < bytes; i += line) {
         PREFETCH(next->row + next->at);
         next->at += line;
@@ -87,8 +82,10 @@ MHA_INLINE void FN(dot_rows)(const int rows, const mha_dtype storage, const REAL
                              const char *key, int64_t key_row, int64_t count, int64_t head_dim, REAL *scores,
                              int64_t score_row)
 {
-    const int64_t item = mha_item_bytes(storage);
-    FN(asking) next = {key + FN(rows_ahead)(storage, head_dim) * key_row * item, head_dim * item, key_row * item, 0};
+    const int64_t item = mha_item_bytes(storage), row_bytes = head_dim * item;
+    int asks = count * row_bytes > FN(few_lead); /* else the division takes longer */
+    int64_t ahead = asks ? FN(few_lead) / mha_max(row_bytes, 64) : 0;
+    FN(asking) next = {asks ? key + ahead * key_row * item : NULL, row_bytes, key_row * item, 0};
     int64_t k = 0;
     for (; k + 4 <= count; k += 4, key += 4 * key_row * item)
         FN(dot_tile)(rows, 4, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
@@ -154,7 +151,7 @@ MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const mha_dt
                                     int first, REAL *RESTRICT out, int64_t out_row)
 {
     VEC acc[6][8];
-    const int64_t ahead = FN(rows_ahead)(storage, vecs * V(lanes));
+    const int64_t ahead = FN(few_lead) / (vecs * V(lanes) * mha_item_bytes(storage));
 #if PAIRS
     FN(pair_product_tile)(rows, vecs, weights, weight_row, value, value_row, count, tail, ahead, acc);
 #else

@@ -81,7 +81,7 @@ static void FN(pack_weights)(REAL *weights, int64_t count)
 /* acc[row][vec] = sum_k a[row][k] * b[k][vec] for a tile of rows x vecs vectors of columns, vecs even, b where it lies: like
  * product_tile. a: pairs. tail: the columns in the last two vectors where those are not whole, else 0. */
 MHA_INLINE void FN(pair_product_tile)(const int rows, const int vecs, const REAL *RESTRICT a, int64_t a_row,
-                                      const char *RESTRICT b, int64_t b_row, int64_t count, int64_t tail, int64_t ahead,
+                                      const char *RESTRICT b, int64_t b_row, int64_t count, int64_t tail, const int64_t ahead,
                                       VEC acc[6][8])
 {
     const int64_t last = (vecs - 2) * V(lanes);
