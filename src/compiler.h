@@ -12,6 +12,7 @@
 #define MHA_NOINLINE static __declspec(noinline)
 #define UNROLL
 #define PREFETCH(address) ((void)(address))
+#define OPAQUE(pointer) ((void)0)
 #define RESTRICT __restrict
 #else
 #define MHA_INLINE static inline __attribute__((always_inline, unused))
@@ -24,6 +25,8 @@
 #endif
 #define RESTRICT __restrict__
 #define PREFETCH(address) __builtin_prefetch(address)
+/* One of several pointers into one array: compilers would make all of them of the first, with more offsets than registers. */
+#define OPAQUE(pointer) __asm__("" : "+r"(pointer))
 #endif
 
 #endif

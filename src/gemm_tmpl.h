@@ -47,12 +47,14 @@ MHA_INLINE void FN(score_tile)(const int keys, const int vecs, const REAL *RESTR
                                REAL *RESTRICT max)
 {
     VEC acc[16][3];
+    const REAL *row[4] = {key, key + 4 * key_row, key + 8 * key_row, key + 12 * key_row};
+    UNROLL for (int i = 0; i < 4; i++) OPAQUE(row[i]);
     UNROLL for (int k = 0; k < keys; k++) UNROLL for (int v = 0; v < vecs; v++) acc[k][v] = V(zero)();
     for (int64_t e = 0; e < steps; e++) {
         VEC q[3];
         UNROLL for (int v = 0; v < vecs; v++) q[v] = V(load)(query + v * V(lanes));
         UNROLL for (int k = 0; k < keys; k++) {
-            VEC broadcast = V(set1)(key[k * key_row + e]);
+            VEC broadcast = V(set1)(row[k / 4][k % 4 * key_row + e]);
             UNROLL for (int v = 0; v < vecs; v++) acc[k][v] = FN(multiply_add)(broadcast, q[v], acc[k][v]);
         }
         query += V(query_vecs) * V(lanes);
