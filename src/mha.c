@@ -485,7 +485,11 @@ static void look_ahead(const mha_plan *plan, mha_task *task, const place *here, 
         first_key = mha_min(lowest.first, end);
     } else if (p->window_left < 0 && next_head < plan->tasks) {
         place place = locate(plan, next_head);
-        ask_for_keys(p, task, &place, p->kv_len * share / plan->row_tasks, p->kv_len * (share + 1) / plan->row_tasks);
+        ranges ranges = open_ranges(p, place.batch);
+        mha_row last = {0}; /* what it sees the others mostly see too */
+        set_range(p, &last, &ranges, p->q_len - 1);
+        ask_for_keys(p, task, &place, last.visible * share / plan->row_tasks,
+                     last.visible * (share + 1) / plan->row_tasks);
     }
     if (next < plan->tasks && plan->group == 1) {
         place place = locate(plan, next);
