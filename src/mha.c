@@ -225,6 +225,8 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
     for (int64_t b = 0; p->q_starts && b < plan->batches; b++) plan->tasks += entry_tasks(plan, b);
     plan->split_tasks = plan->threads > 1 && plan->splits > 1 && plan->tasks < 4 * (int64_t)plan->threads;
     if (plan->split_tasks) plan->tasks = mha_saturating(plan->tasks, plan->splits);
+    /* One task reads a long head alone: what it needs next is nearer than the next head, which would push it out of the cache. */
+    plan->own_ahead = plan->split_tasks || (plan->row_tasks == 1 && p->kv_len > MHA_KEY_SPLIT && p->window_left < 0);
     plan->shared = (mha_task){.scale = p->scale,
                               .softcap = p->softcap,
                               .kv_len = p->kv_len,
@@ -459,48 +461,65 @@ static void ask_for_keys(const mha_params *p, mha_task *task, const place *place
     task->ahead[1] = ahead_rows(&p->value, kv_rows(p, &p->value, place), first, last, p->value_dim);
 }
 
-/* What task t asks for beside its own work: its share of the next head's keys and values, or in a window those of the task
- * that this thread probably takes next; and the rows of that task. */
+/* The task's own keys, a block before their turn. */
+static void ask_for_own_keys(const mha_params *p, mha_task *task, const place *here)
+{
+    int64_t begin = mha_max(task->split_begin * MHA_KEY_SPLIT, task->first) + MHA_KEY_BLOCK;
+    int64_t end = mha_min(task->split_end * MHA_KEY_SPLIT + MHA_KEY_BLOCK, task->visible);
+    ask_for_keys(p, task, here, mha_min(begin, end), end);
+}
+
+/* In a window, the keys of the task that this thread probably takes next. Gives the first. */
+static int64_t ask_for_next_window(const mha_plan *plan, mha_task *task, int64_t t)
+{
+    const mha_params *p = plan->p;
+    int64_t next = t + plan->threads;
+    place place = locate(plan, next);
+    int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows) - 1;
+    ranges ranges = open_ranges(p, place.batch);
+    mha_row lowest = {0}, highest = {0};
+    int is_next_head = next / plan->row_tasks != t / plan->row_tasks;
+    set_range(p, &lowest, &ranges, place.first_row / plan->group);
+    set_range(p, &highest, &ranges, last / plan->group);
+    /* the rest is this task's own where it is the same head */
+    int64_t end = is_next_head ? highest.visible : mha_min(highest.visible, task->first);
+    ask_for_keys(p, task, &place, lowest.first, end);
+    return mha_min(lowest.first, end);
+}
+
+/* The task's share of the next head's keys. */
+static void ask_for_next_head(const mha_plan *plan, mha_task *task, int64_t t)
+{
+    const mha_params *p = plan->p;
+    int64_t share = t % plan->row_tasks;
+    place place = locate(plan, t + plan->row_tasks);
+    ranges ranges = open_ranges(p, place.batch);
+    mha_row last = {0}; /* what it sees the others mostly see too */
+    set_range(p, &last, &ranges, p->q_len - 1);
+    ask_for_keys(p, task, &place, last.visible * share / plan->row_tasks, last.visible * (share + 1) / plan->row_tasks);
+}
+
+/* What task t asks for beside its own work: keys and values, and the rows of the next task. */
 static void look_ahead(const mha_plan *plan, mha_task *task, const place *here, int64_t t)
 {
     const mha_params *p = plan->p;
-    int64_t share = t % plan->row_tasks, next_head = t + plan->row_tasks, next = t + plan->threads, first_key = 0;
+    int64_t next = t + plan->threads, first_key = 0;
     for (int n = 0; n < MHA_AHEAD; n++) task->ahead[n].rows = 0;
-    if (plan->split_tasks) {
-        int64_t begin = mha_max(task->split_begin * MHA_KEY_SPLIT, task->first), end = mha_min(task->split_end * MHA_KEY_SPLIT, task->visible);
-        ask_for_keys(p, task, here, mha_min(begin + MHA_KEY_BLOCK, p->kv_len), mha_min(end + MHA_KEY_BLOCK, p->kv_len));
-        return;
-    }
-    if (p->window_left >= 0 && next < plan->tasks) {
-        place place = locate(plan, next);
-        int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows) - 1;
-        ranges ranges = open_ranges(p, place.batch);
-        mha_row lowest = {0}, highest = {0};
-        int is_next_head = next / plan->row_tasks != t / plan->row_tasks;
-        set_range(p, &lowest, &ranges, place.first_row / plan->group);
-        set_range(p, &highest, &ranges, last / plan->group);
-        /* the rest is this task's own where it is the same head */
-        int64_t end = is_next_head ? highest.visible : mha_min(highest.visible, task->first);
-        ask_for_keys(p, task, &place, lowest.first, end);
-        first_key = mha_min(lowest.first, end);
-    } else if (p->window_left < 0 && next_head < plan->tasks) {
-        place place = locate(plan, next_head);
-        ranges ranges = open_ranges(p, place.batch);
-        mha_row last = {0}; /* what it sees the others mostly see too */
-        set_range(p, &last, &ranges, p->q_len - 1);
-        ask_for_keys(p, task, &place, last.visible * share / plan->row_tasks,
-                     last.visible * (share + 1) / plan->row_tasks);
-    }
-    if (next < plan->tasks && plan->group == 1) {
-        place place = locate(plan, next);
-        int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows);
-        task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, &place), place.first_row, last, p->head_dim);
-        if (p->mask.data)
-            task->ahead[4] = ahead_rows(
-                &p->mask, head_rows(p, &p->mask, &place) + first_key * p->mask.col * mha_item_bytes(p->mask.dtype),
-                place.first_row, last, mha_min(p->kv_len - first_key, MHA_KEY_BLOCK));
-        task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, &place), place.first_row, last, p->value_dim);
-    }
+    if (plan->own_ahead)
+        ask_for_own_keys(p, task, here);
+    else if (p->window_left >= 0 && next < plan->tasks)
+        first_key = ask_for_next_window(plan, task, t);
+    else if (p->window_left < 0 && t + plan->row_tasks < plan->tasks)
+        ask_for_next_head(plan, task, t);
+    if (next >= plan->tasks || plan->group != 1 || plan->split_tasks) return;
+    place place = locate(plan, next);
+    int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows);
+    task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, &place), place.first_row, last, p->head_dim);
+    task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, &place), place.first_row, last, p->value_dim);
+    if (p->mask.data)
+        task->ahead[4] = ahead_rows(
+            &p->mask, head_rows(p, &p->mask, &place) + first_key * p->mask.col * mha_item_bytes(p->mask.dtype),
+            place.first_row, last, mha_min(p->kv_len - first_key, MHA_KEY_BLOCK));
 }
 
 /* ---- phases: attend, merge the states of splits, weights */
