@@ -170,9 +170,15 @@ static int64_t entry_rows(const mha_plan *plan, int64_t batch)
     return starts ? (starts[batch + 1] - starts[batch]) * plan->group : plan->rows;
 }
 
+/* Tasks of each of its key/value heads. */
+static int64_t row_tasks(const mha_plan *plan, int64_t batch)
+{
+    return mha_divide_up(entry_rows(plan, batch), plan->rows_per_task);
+}
+
 static int64_t entry_tasks(const mha_plan *plan, int64_t batch)
 {
-    return plan->p->num_kv_heads * mha_divide_up(entry_rows(plan, batch), plan->rows_per_task);
+    return plan->p->num_kv_heads * row_tasks(plan, batch);
 }
 
 /* Rows of a key/value head whose weights are wanted. */
@@ -396,9 +402,9 @@ static place locate_packed(const mha_plan *plan, int64_t t)
         else
             end = middle;
     }
-    int64_t batch = plan->order[entry], row_tasks = entry_tasks(plan, batch) / plan->p->num_kv_heads;
+    int64_t batch = plan->order[entry], tasks = row_tasks(plan, batch);
     t -= plan->first_task[entry];
-    return (place){batch, t / row_tasks, (row_tasks - 1 - t % row_tasks) * plan->rows_per_task};
+    return (place){batch, t / tasks, (tasks - 1 - t % tasks) * plan->rows_per_task};
 }
 
 /* Task t of (batch entries by work, kv heads, row groups from the last to the first): the last rows see most keys, and
@@ -470,33 +476,33 @@ static void ask_for_own_keys(const mha_params *p, mha_task *task, const place *h
 }
 
 /* In a window, the keys of the task that this thread probably takes next. Gives the first. */
-static int64_t ask_for_next_window(const mha_plan *plan, mha_task *task, int64_t t)
+static int64_t ask_for_next_window(const mha_plan *plan, mha_task *task, const place *here, int64_t t)
 {
     const mha_params *p = plan->p;
-    int64_t next = t + plan->threads;
-    place place = locate(plan, next);
-    int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows) - 1;
+    place place = locate(plan, t + plan->threads);
+    int64_t last = mha_min(place.first_row + plan->rows_per_task, entry_rows(plan, place.batch)) - 1;
     ranges ranges = open_ranges(p, place.batch);
     mha_row lowest = {0}, highest = {0};
-    int is_next_head = next / plan->row_tasks != t / plan->row_tasks;
+    int same_head = place.batch == here->batch && place.head == here->head;
     set_range(p, &lowest, &ranges, place.first_row / plan->group);
     set_range(p, &highest, &ranges, last / plan->group);
     /* the rest is this task's own where it is the same head */
-    int64_t end = is_next_head ? highest.visible : mha_min(highest.visible, task->first);
+    int64_t end = same_head ? mha_min(highest.visible, task->first) : highest.visible;
     ask_for_keys(p, task, &place, lowest.first, end);
     return mha_min(lowest.first, end);
 }
 
 /* The task's share of the next head's keys. */
-static void ask_for_next_head(const mha_plan *plan, mha_task *task, int64_t t)
+static void ask_for_next_head(const mha_plan *plan, mha_task *task, const place *here, int64_t t)
 {
     const mha_params *p = plan->p;
-    int64_t share = t % plan->row_tasks;
-    place place = locate(plan, t + plan->row_tasks);
+    int64_t tasks = row_tasks(plan, here->batch), share = here->first_row / plan->rows_per_task;
+    if (t + tasks >= plan->tasks) return;
+    place place = locate(plan, t + tasks);
     ranges ranges = open_ranges(p, place.batch);
     mha_row last = {0}; /* what it sees the others mostly see too */
-    set_range(p, &last, &ranges, p->q_len - 1);
-    ask_for_keys(p, task, &place, last.visible * share / plan->row_tasks, last.visible * (share + 1) / plan->row_tasks);
+    set_range(p, &last, &ranges, entry_rows(plan, place.batch) / plan->group - 1);
+    ask_for_keys(p, task, &place, last.visible * share / tasks, last.visible * (share + 1) / tasks);
 }
 
 /* What task t asks for beside its own work: keys and values, and the rows of the next task. */
@@ -507,19 +513,20 @@ static void look_ahead(const mha_plan *plan, mha_task *task, const place *here, 
     for (int n = 0; n < MHA_AHEAD; n++) task->ahead[n].rows = 0;
     if (plan->own_ahead)
         ask_for_own_keys(p, task, here);
-    else if (p->window_left >= 0 && next < plan->tasks)
-        first_key = ask_for_next_window(plan, task, t);
-    else if (p->window_left < 0 && t + plan->row_tasks < plan->tasks)
-        ask_for_next_head(plan, task, t);
+    else if (p->window_left < 0)
+        ask_for_next_head(plan, task, here, t);
+    else if (next < plan->tasks)
+        first_key = ask_for_next_window(plan, task, here, t);
     if (next >= plan->tasks || plan->group != 1 || plan->split_tasks) return;
     place place = locate(plan, next);
-    int64_t last = mha_min(place.first_row + plan->rows_per_task, plan->rows);
-    task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, &place), place.first_row, last, p->head_dim);
-    task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, &place), place.first_row, last, p->value_dim);
+    int64_t before = p->q_starts ? p->q_starts[place.batch] : 0, first = before + place.first_row;
+    int64_t last = mha_min(first + plan->rows_per_task, before + entry_rows(plan, place.batch));
+    task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, &place), first, last, p->head_dim);
+    task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, &place), first, last, p->value_dim);
     if (p->mask.data)
         task->ahead[4] = ahead_rows(
-            &p->mask, head_rows(p, &p->mask, &place) + first_key * p->mask.col * mha_item_bytes(p->mask.dtype),
-            place.first_row, last, mha_min(p->kv_len - first_key, MHA_KEY_BLOCK));
+            &p->mask, head_rows(p, &p->mask, &place) + first_key * p->mask.col * mha_item_bytes(p->mask.dtype), first,
+            last, mha_min(p->kv_len - first_key, MHA_KEY_BLOCK));
 }
 
 /* ---- phases: attend, merge the states of splits, weights */
@@ -577,8 +584,8 @@ void mha_attention_task(const void *of, int phase, int64_t t, int thread)
             task->split_end = split + 1;
             task->state = plan->states + t * plan->state_bytes;
         }
-        if (!plan->few && !plan->p->pages && !plan->p->q_starts) look_ahead(plan, task, &place, t);
         int few = entry_rows(plan, place.batch) <= MHA_FEW_ROWS;
+        if (!few && !plan->p->pages) look_ahead(plan, task, &place, t);
         (few ? plan->kernels->attend_few : plan->kernels->attend_panels)(task, scratch);
     }
 }
