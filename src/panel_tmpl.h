@@ -68,8 +68,8 @@ static void FN(open_rows)(mha_rows *rows, const mha_task *task, const mha_matrix
 
 #else
 /* Rows first.. of bfloat16 numbers where they lie, or copied. careful: what is not finite is 0. */
-static void FN(open_few_pairs)(mha_rows *rows, const mha_task *task, const mha_matrix *src, int64_t first, int64_t count,
-                               int64_t cols, int careful, REAL *copy, int64_t copy_row)
+static void FN(open_few_pairs)(mha_rows *rows, const mha_task *task, const mha_matrix *src, int64_t first,
+                               int64_t count, int64_t cols, int careful, REAL *copy, int64_t copy_row)
 {
     *rows = (mha_rows){.data = mha_key_row(task, src, first), .dtype = MHA_BF16, .row = src->row};
     if (FN(in_place)(task, src, first, count, 0) && !careful) return;
@@ -113,7 +113,8 @@ static void FN(open_block)(FN(block) *block, const mha_task *task, FN(scratch) *
         return;
     }
     FN(open_few_pairs)(&block->keys, task, &task->key, first, count, task->head_dim, 0, s->keys, s->few_row);
-    FN(open_few_pairs)(&block->values, task, &task->value, first, count, task->value_dim, careful, s->values, s->out_row);
+    FN(open_few_pairs)(&block->values, task, &task->value, first, count, task->value_dim, careful, s->values,
+                       s->out_row);
 #else
     int keys_in_place = FN(in_place)(task, &task->key, first, count, whole_vectors);
     int values_in_place = FN(in_place)(task, &task->value, first, count, whole_vectors) && !careful &&
@@ -216,7 +217,7 @@ static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel
                            panel->query + strip * V(lanes) * FN(steps)(task->head_dim) + (v - strip) * V(lanes),
                            (const REAL *)block->keys.data + k * block->keys.row, block->keys.row,
                            FN(steps)(task->head_dim), (REAL)task->scale, masked && !rules ? &mask : NULL,
-                           rules ? s->raw : scores, rules ? s->raw + FN(tall_tile) * V(panel) : max);
+                           rules ? s->raw : scores, rules ? s->raw + FN(tall_tile) *V(panel) : max);
             if (rules) FN(apply_rules)((int)keys, end - v, &mask, s->raw, scores, max);
         }
         k += keys;
@@ -352,8 +353,8 @@ static void FN(block_output)(FN(scratch) *s, const FN(panel) *panel, const FN(bl
                 visible = mha_max(visible, panel->rows[i].visible - block->first);
                 seen = mha_min(seen, panel->rows[i].first - block->first);
             }
-            FN(output_rows)(rows, (int)width, s->scores + r, (const REAL *)block->values.data + col, block->values.row, runs, num_runs,
-                            seen, visible, s->alpha + r, first, out + r * s->out_row + col, s->out_row);
+            FN(output_rows)(rows, (int)width, s->scores + r, (const REAL *)block->values.data + col, block->values.row,
+                            runs, num_runs, seen, visible, s->alpha + r, first, out + r * s->out_row + col, s->out_row);
             r += rows;
         }
     }
@@ -370,8 +371,8 @@ static void FN(panel_block)(const mha_task *task, FN(scratch) *s, const FN(panel
     if (!with_output) return;
     FN(block_output)(s, panel, block, runs, num_runs, !*started, state->out);
     if (careful)
-        FN(add_non_finite)(task, panel->rows, panel->num_rows, block->first, runs, num_runs, s->scores, 1, V(panel), PAIRS,
-                           state->out, s->out_row);
+        FN(add_non_finite)(task, panel->rows, panel->num_rows, block->first, runs, num_runs, s->scores, 1, V(panel),
+                           PAIRS, state->out, s->out_row);
     *started = 1;
 }
 
@@ -402,8 +403,7 @@ static int FN(open_panels)(const mha_task *task, FN(scratch) *s, FN(panel) *pane
 }
 
 /* total takes in the split's state; an empty total changes places with it. */
-static void FN(advance)(int64_t rows, int64_t out_row, FN(state) *total, FN(state) *split,
-                        int is_first)
+static void FN(advance)(int64_t rows, int64_t out_row, FN(state) *total, FN(state) *split, int is_first)
 {
     if (is_first) {
         FN(state) swap = *total;
@@ -435,13 +435,12 @@ static void FN(attend_panels)(const mha_task *task, void *memory)
         for (int p = 0; p < num_panels; p++)
             FN(advance)(panels[p].num_rows, s->out_row, &s->total[p], &states[p], split == task->split_begin);
     }
-    for (int p = 0; p < num_panels; p++)
-        FN(finish)(task, panels[p].rows, panels[p].num_rows, s->out_row, &s->total[p]);
+    for (int p = 0; p < num_panels; p++) FN(finish)(task, panels[p].rows, panels[p].num_rows, s->out_row, &s->total[p]);
 }
 
 /* weights[row][key] for the keys of one block, from the scores and the panel's state over all keys. */
-static void FN(write_weights)(FN(scratch) *s, const FN(panel) *panel, const FN(block) *block,
-                              const FN(state) *state, const FN(run) *runs, int num_runs)
+static void FN(write_weights)(FN(scratch) *s, const FN(panel) *panel, const FN(block) *block, const FN(state) *state,
+                              const FN(run) *runs, int num_runs)
 {
     for (int v = 0; v < panel->vecs; v++) {
         int lane = v * V(lanes);
