@@ -23,7 +23,7 @@ def query_counts(t):
 
 def key_counts(t):
     block, split = t["key_block"], t["key_split"]
-    return around(1, 2, 4, t["key_tile"], t["lanes"], MASK_TILE, block, 2 * block, split, split + block, 2 * split)
+    return around(1, 2, 4, t["key_tile"], 2 * t["key_tile"], t["lanes"], MASK_TILE, block, 2 * block, split, split + block, 2 * split)
 
 
 def widths(t):
@@ -54,7 +54,7 @@ def test_queries(isa, rng, dtype, kind, group):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["none", "bool", "float"])
-@pytest.mark.parametrize("queries", [1, 3, 17])
+@pytest.mark.parametrize("queries", [1, 3, 9, 17])
 def test_keys(isa, rng, dtype, kind, queries):
     for keys in key_counts(tiles(dtype)):
         arrays = qkv(rng, 1, 1, queries, keys, width=5, dtype=dtype)
@@ -62,7 +62,7 @@ def test_keys(isa, rng, dtype, kind, queries):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("queries", [1, 9])
+@pytest.mark.parametrize("queries", [1, 9, 17])
 def test_every_small_number_of_keys(isa, rng, dtype, queries):
     for keys in range(1, 71):
         check(*qkv(rng, 1, 1, queries, keys, width=3, dtype=dtype))

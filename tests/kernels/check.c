@@ -122,12 +122,14 @@ enum {
     SLOPES = 1 << 20,
     SINKS = 1 << 21,
     CHOSEN = 1 << 22,
-    HALF_OUT = 1 << 23
+    HALF_OUT = 1 << 23,
+    ALL_BF16 = 1 << 24
 };
-static const char *const option_names[] = {
-    "padded",     "strided",      "reversed", "rows first", "broadcast",   "far",    "mixed",     "lengths",
-    "one length", "causal",       "lse",      "weights",    "out strided", "poison", "bool mask", "float mask",
-    "other mask", "one mask row", "window",   "softcap",    "slopes",      "sinks",  "chosen",    "half out"};
+static const char *const option_names[] = {"padded",     "strided",    "reversed",     "rows first", "broadcast",
+                                           "far",        "mixed",      "lengths",      "one length", "causal",
+                                           "lse",        "weights",    "out strided",  "poison",     "bool mask",
+                                           "float mask", "other mask", "one mask row", "window",     "softcap",
+                                           "slopes",     "sinks",      "chosen",       "half out",   "all bfloat16"};
 
 typedef struct view {
     mha_array array;
@@ -407,6 +409,7 @@ static void spoil(checker *c, test *t)
 /* The dtype of an input: that of the computation or, where they are mixed, often another one. */
 static mha_dtype draw_dtype(checker *c, const test *t, int count)
 {
+    if (t->options & ALL_BF16 && t->params.dtype == MHA_F32) return MHA_BF16;
     const mha_dtype others[] = {t->params.dtype == MHA_F32 ? MHA_F64 : MHA_F32, MHA_F16, MHA_BF16, MHA_I8};
     int64_t drawn = draw(c, count + 1);
     return t->options & MIXED && drawn < count ? others[drawn] : t->params.dtype;
@@ -470,6 +473,7 @@ typedef struct expected {
     double *keys, *values;         /* of one key/value head, [kv_len][depth] */
     double *query, *weights, *out; /* of one query; the scale is in query, a hidden key has the weight 0 */
     double lse, tolerance;         /* of lse and out; relative for weights */
+    double pairs;                  /* more of out, where the weights are rounded to bfloat16 */
 } expected;
 
 static double *new_numbers(int64_t count)
@@ -517,7 +521,8 @@ static double score(const test *t, const expected *x, int64_t b, int64_t h, int6
  *
  * With u the rounding unit, a score of head_dim products errs by at most (head_dim + 4) u size, its exponential by 2 u
  * size more and 4 u of its own, a weight by twice that; sums of 256 keys, and of blocks of them, by 300 u. The plain
- * sums here are of doubles and err by DBL_EPSILON a key. No value is larger than 1. */
+ * sums here are of doubles and err by DBL_EPSILON a key. No value is larger than 1. Rounding to bfloat16 adds half a step of
+ * each weight, and as much again for their sum, which is not rounded. */
 static void expect(const test *t, expected *x, int64_t b, int64_t h, int64_t i)
 {
     const mha_params *p = &t->params;
@@ -545,7 +550,10 @@ static void expect(const test *t, expected *x, int64_t b, int64_t h, int64_t i)
     }
     x->lse = sum == 0 ? -INFINITY : highest + log(sum);
     x->tolerance = unit * (4 * (double)(p->head_dim + 8) * size + 300) + DBL_EPSILON * (double)p->kv_len;
-    if (sum == 0) x->tolerance = 0;
+    int pairs = p->isa == MHA_ISA_AVX512_BF16 && t->query.array.dtype == MHA_BF16 && t->key.array.dtype == MHA_BF16 &&
+                t->value.array.dtype == MHA_BF16;
+    x->pairs = pairs ? ldexp(1, -8) : 0;
+    if (sum == 0) x->tolerance = x->pairs = 0;
 }
 
 static int is_close(double got, double want, double tolerance)
@@ -589,7 +597,7 @@ static void compare_all(checker *c, test *t)
             for (int64_t i = 0; i < p->q_len; i++) {
                 const int64_t at[] = {b, h, i};
                 expect(t, &x, b, h, i);
-                compare(c, t, "out", &t->out, at, x.out, x.tolerance, rounding);
+                compare(c, t, "out", &t->out, at, x.out, x.tolerance + x.pairs, rounding);
                 if (p->lse.data) compare(c, t, "lse", &t->lse, at, &x.lse, x.tolerance, 0);
                 if (p->weights.data) compare_weights(c, t, at, &x);
             }
@@ -707,8 +715,8 @@ static void check_case(checker *c, test *t)
 static unsigned draw_options(checker *c)
 {
     const unsigned masks[] = {0, 0, BOOL_MASK, FLOAT_MASK, OTHER_MASK};
-    const unsigned bits[] = {PADDED,      STRIDED, REVERSED, ROWS_FIRST, BROADCAST, MIXED, LENGTHS, CAUSAL,  WEIGHTS,
-                             OUT_STRIDED, POISON,  WINDOW,   SOFTCAP,    SLOPES,    SINKS, CHOSEN,  HALF_OUT};
+    const unsigned bits[] = {PADDED,      STRIDED, REVERSED, ROWS_FIRST, BROADCAST, MIXED, LENGTHS, CAUSAL,   WEIGHTS,
+                             OUT_STRIDED, POISON,  WINDOW,   SOFTCAP,    SLOPES,    SINKS, CHOSEN,  HALF_OUT, ALL_BF16};
     unsigned options = masks[draw(c, COUNT(masks))];
     for (int n = 0; n < COUNT(bits); n++)
         if (draw(c, 4) == 0) options |= bits[n];
@@ -749,7 +757,7 @@ static void check_level(checker *c, mha_isa isa, mha_dtype dtype)
     const int64_t rows[] = {
         1, 2, 3, few - 1, few, few + 1, lanes + 1, panel - 1, panel, panel + 1, panel + tile.row_tile, 4 * panel + 1};
     const int64_t keys[] = {
-        0,         1,     3,         tile.key_tile - 1, tile.key_tile, tile.key_tile + 1, 37,
+        0,         1,     3,         tile.key_tile - 1, tile.key_tile, tile.key_tile + 1, 2 * tile.key_tile + 1, 37,
         block - 1, block, block + 1, split - 1,         split,         split + 1,         2 * split + 7};
     const int64_t depths[] = {0, 1, 5, lanes - 1, lanes, lanes + 1, 2 * lanes, 3 * lanes + 1, 4 * lanes, 5 * lanes + 3};
     for (int r = 0; r < COUNT(rows); r++)
