@@ -22,8 +22,8 @@ def query_counts(t):
 
 
 def key_counts(t):
-    block, split = t["key_block"], t["key_split"]
-    return around(1, 2, 4, t["key_tile"], 2 * t["key_tile"], t["lanes"], MASK_TILE, block, 2 * block, split, split + block, 2 * split)
+    tile, block, split = t["key_tile"], t["key_block"], t["key_split"]
+    return around(1, 2, 4, tile, 2 * tile, t["lanes"], MASK_TILE, block, 2 * block, split, split + block, 2 * split)
 
 
 def widths(t):
