@@ -68,6 +68,8 @@ MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype sto
             UNROLL for (int k = 0; k < keys; k++) acc[r][k] = FN(multiply_add)(q, depth[k], acc[r][k]);
         }
     }
+    if (head_dim * mha_item_bytes(storage) % 64) /* such rows have one line more than the steps above ask for */
+        FN(ask_next)(next, keys * FN(few_numbers) * mha_item_bytes(storage));
     if (e < head_dim)
         UNROLL for (int k = 0; k < keys; k++) {
             VEC depth = FN(load_depth_n)(storage, key, k * key_row + e, head_dim - e);
