@@ -11,6 +11,7 @@ enum { FN(few_lead) = 8192 };
 typedef struct FN(asking) {
     const char *row;
     int64_t row_bytes, step, at; /* step: from row to row in bytes */
+    int64_t rest;                /* of the lines of a tile's rows, those that its steps do not ask for */
 } FN(asking);
 
 MHA_INLINE void FN(ask_next)(FN(asking) *next, const int64_t bytes)
@@ -50,8 +51,8 @@ MHA_INLINE VEC FN(load_depth_n)(const mha_dtype storage, const char *row, int64_
 #endif
 }
 
-/* scores[row][key] of a tile of rows x keys (1 to 4; 4 are written). key: of dtype storage, converted in registers, once for
- * all rows. rows, keys, storage: constants once inlined. */
+/* scores[row][key] of a tile of rows x keys (1 to 4; 4 are written). key: of dtype storage, converted in registers (pairs are
+ * not), once for all rows. rows, keys, storage: constants once inlined. */
 MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype storage, const REAL *RESTRICT query,
                              int64_t query_row, const char *RESTRICT key, int64_t key_row, int64_t head_dim,
                              FN(asking) *next, REAL *RESTRICT scores, int64_t score_row)
@@ -68,8 +69,7 @@ MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype sto
             UNROLL for (int k = 0; k < keys; k++) acc[r][k] = FN(multiply_add)(q, depth[k], acc[r][k]);
         }
     }
-    if (head_dim * mha_item_bytes(storage) % 64) /* such rows have one line more than the steps above ask for */
-        FN(ask_next)(next, keys * FN(few_numbers) * mha_item_bytes(storage));
+    for (int64_t i = 0; i < next->rest; i++) FN(ask_next)(next, 64);
     if (e < head_dim)
         UNROLL for (int k = 0; k < keys; k++) {
             VEC depth = FN(load_depth_n)(storage, key, k * key_row + e, head_dim - e);
@@ -87,7 +87,10 @@ MHA_INLINE void FN(dot_rows)(const int rows, const mha_dtype storage, const REAL
     const int64_t item = mha_item_bytes(storage), row_bytes = head_dim * item;
     int asks = count * row_bytes > FN(few_lead); /* else the division takes longer */
     int64_t ahead = asks ? FN(few_lead) / mha_max(row_bytes, 64) : 0;
-    FN(asking) next = {asks ? key + ahead * key_row * item : NULL, row_bytes, key_row * item, 0};
+    const int64_t step = 4 * FN(few_numbers) * item, line = step < 64 ? step : 64;
+    int64_t rest = 4 * mha_round_up(row_bytes, line) - head_dim / FN(few_numbers) * step;
+    FN(asking) next = {asks ? key + ahead * key_row * item : NULL, row_bytes, key_row * item, 0,
+                       asks ? mha_divide_up(rest, 64) : 0};
     int64_t k = 0;
     for (; k + 4 <= count; k += 4, key += 4 * key_row * item)
         FN(dot_tile)(rows, 4, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
@@ -174,7 +177,7 @@ MHA_INLINE void FN(few_output_rows)(const int rows, const mha_dtype storage, con
 {
     const int64_t most = rows > 2 ? V(col_vecs) : 2 * V(col_vecs);
     for (int64_t c = 0; c < cols;) {
-        int64_t vecs = mha_divide_up(cols - c, FN(few_numbers)) * FN(few_numbers) / V(lanes);
+        int64_t vecs = mha_round_up(cols - c, FN(few_numbers)) / V(lanes);
         int64_t width = mha_min(vecs >= 8 ? 8 : vecs >= 4 ? 4 : vecs >= 2 ? 2 : 1, most);
         int64_t tail = cols - c < width * V(lanes) ? cols % FN(few_numbers) : 0;
         const char *value = values + c * mha_item_bytes(storage);

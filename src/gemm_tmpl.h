@@ -5,9 +5,6 @@
 _Static_assert(V(key_tile) <= 8 && V(query_vecs) <= 3 && V(row_tile) <= 6 && V(col_vecs) <= 4 && V(few_rows) <= 4,
                "the accumulators below are declared for these tiles");
 
-/* Keys of a tile of one vector of queries, which leaves the registers of the others free. */
-enum { FN(tall_tile) = 2 * V(key_tile) };
-
 /* Steps of a sum over so many numbers: one each, or one a pair. */
 MHA_INLINE int64_t FN(steps)(int64_t count) { return PAIRS ? (count + 1) / 2 : count; }
 

@@ -13,7 +13,7 @@
 #define VEC MHA_CAT(vec_, LANES, )
 #define FN(name) MHA_CAT(name, _, SUFFIX)
 
-/* PAIRS: the panel kernel multiplies pairs of bfloat16 numbers, two neighbours of the depth or two keys in 32 bits. */
+/* PAIRS: the kernels multiply pairs of bfloat16 numbers, two neighbours of the depth or two keys in 32 bits. */
 #define PAIRS 0
 #define REAL float
 #define LANES f32

@@ -69,7 +69,7 @@ typedef struct mha_row {
     int64_t position;       /* among the keys; where there are slopes */
 } mha_row;
 
-/* Rows that a later task will touch, asked for while this one computes: what a head reads for the first time comes from
+/* Rows that this task or a later one will touch, asked for while it computes: what a head reads for the first time comes from
  * memory, and the hardware's own prefetch stops at every page. */
 typedef struct mha_ahead {
     const char *data;

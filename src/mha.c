@@ -171,14 +171,14 @@ static int64_t entry_rows(const mha_plan *plan, int64_t batch)
 }
 
 /* Tasks of each of its key/value heads. */
-static int64_t row_tasks(const mha_plan *plan, int64_t batch)
+static int64_t head_tasks(const mha_plan *plan, int64_t batch)
 {
     return mha_divide_up(entry_rows(plan, batch), plan->rows_per_task);
 }
 
 static int64_t entry_tasks(const mha_plan *plan, int64_t batch)
 {
-    return plan->p->num_kv_heads * row_tasks(plan, batch);
+    return plan->p->num_kv_heads * head_tasks(plan, batch);
 }
 
 /* Rows of a key/value head whose weights are wanted. */
@@ -402,7 +402,7 @@ static place locate_packed(const mha_plan *plan, int64_t t)
         else
             end = middle;
     }
-    int64_t batch = plan->order[entry], tasks = row_tasks(plan, batch);
+    int64_t batch = plan->order[entry], tasks = head_tasks(plan, batch);
     t -= plan->first_task[entry];
     return (place){batch, t / tasks, (tasks - 1 - t % tasks) * plan->rows_per_task};
 }
@@ -475,20 +475,19 @@ static void ask_for_own_keys(const mha_params *p, mha_task *task, const place *h
     ask_for_keys(p, task, here, mha_min(begin, end), end);
 }
 
-/* In a window, the keys of the task that this thread probably takes next. Gives the first. */
-static int64_t ask_for_next_window(const mha_plan *plan, mha_task *task, const place *here, int64_t t)
+/* In a window, the keys of the next task. Gives the first. */
+static int64_t ask_for_next_window(const mha_plan *plan, mha_task *task, const place *here, const place *next)
 {
     const mha_params *p = plan->p;
-    place place = locate(plan, t + plan->threads);
-    int64_t last = mha_min(place.first_row + plan->rows_per_task, entry_rows(plan, place.batch)) - 1;
-    ranges ranges = open_ranges(p, place.batch);
+    int64_t last = mha_min(next->first_row + plan->rows_per_task, entry_rows(plan, next->batch)) - 1;
+    ranges ranges = open_ranges(p, next->batch);
     mha_row lowest = {0}, highest = {0};
-    int same_head = place.batch == here->batch && place.head == here->head;
-    set_range(p, &lowest, &ranges, place.first_row / plan->group);
+    int same_head = next->batch == here->batch && next->head == here->head;
+    set_range(p, &lowest, &ranges, next->first_row / plan->group);
     set_range(p, &highest, &ranges, last / plan->group);
     /* the rest is this task's own where it is the same head */
     int64_t end = same_head ? mha_min(highest.visible, task->first) : highest.visible;
-    ask_for_keys(p, task, &place, lowest.first, end);
+    ask_for_keys(p, task, next, lowest.first, end);
     return mha_min(lowest.first, end);
 }
 
@@ -496,7 +495,7 @@ static int64_t ask_for_next_window(const mha_plan *plan, mha_task *task, const p
 static void ask_for_next_head(const mha_plan *plan, mha_task *task, const place *here, int64_t t)
 {
     const mha_params *p = plan->p;
-    int64_t tasks = row_tasks(plan, here->batch), share = here->first_row / plan->rows_per_task;
+    int64_t tasks = head_tasks(plan, here->batch), share = here->first_row / plan->rows_per_task;
     if (t + tasks >= plan->tasks) return;
     place place = locate(plan, t + tasks);
     ranges ranges = open_ranges(p, place.batch);
@@ -505,27 +504,28 @@ static void ask_for_next_head(const mha_plan *plan, mha_task *task, const place 
     ask_for_keys(p, task, &place, last.visible * share / tasks, last.visible * (share + 1) / tasks);
 }
 
-/* What task t asks for beside its own work: keys and values, and the rows of the next task. */
+/* What task t asks for beside its own work: keys and values, and the rows of the task that this thread probably takes next. */
 static void look_ahead(const mha_plan *plan, mha_task *task, const place *here, int64_t t)
 {
     const mha_params *p = plan->p;
-    int64_t next = t + plan->threads, first_key = 0;
+    int has_next = !plan->split_tasks && t + plan->threads < plan->tasks;
+    place next = has_next ? locate(plan, t + plan->threads) : *here;
+    int64_t first_key = 0;
     for (int n = 0; n < MHA_AHEAD; n++) task->ahead[n].rows = 0;
     if (plan->own_ahead)
         ask_for_own_keys(p, task, here);
     else if (p->window_left < 0)
         ask_for_next_head(plan, task, here, t);
-    else if (next < plan->tasks)
-        first_key = ask_for_next_window(plan, task, here, t);
-    if (next >= plan->tasks || plan->group != 1 || plan->split_tasks) return;
-    place place = locate(plan, next);
-    int64_t before = p->q_starts ? p->q_starts[place.batch] : 0, first = before + place.first_row;
-    int64_t last = mha_min(first + plan->rows_per_task, before + entry_rows(plan, place.batch));
-    task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, &place), first, last, p->head_dim);
-    task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, &place), first, last, p->value_dim);
+    else if (has_next)
+        first_key = ask_for_next_window(plan, task, here, &next);
+    if (!has_next || plan->group != 1) return;
+    int64_t before = p->q_starts ? p->q_starts[next.batch] : 0, first = before + next.first_row;
+    int64_t last = mha_min(first + plan->rows_per_task, before + entry_rows(plan, next.batch));
+    task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, &next), first, last, p->head_dim);
+    task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, &next), first, last, p->value_dim);
     if (p->mask.data)
         task->ahead[4] = ahead_rows(
-            &p->mask, head_rows(p, &p->mask, &place) + first_key * p->mask.col * mha_item_bytes(p->mask.dtype), first,
+            &p->mask, head_rows(p, &p->mask, &next) + first_key * p->mask.col * mha_item_bytes(p->mask.dtype), first,
             last, mha_min(p->kv_len - first_key, MHA_KEY_BLOCK));
 }
 

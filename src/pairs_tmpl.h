@@ -1,5 +1,5 @@
-/* What a panel of bfloat16 pairs has of its own: queries and keys are pairs along the depth as they are stored, values and
- * weights pairs of two keys. Takes PAIRS; the other kernels know one number a step.
+/* What kernels of bfloat16 pairs have of their own: queries and keys are pairs along the depth as they are stored, values and
+ * weights pairs of two keys. Takes PAIRS; without it a step is one number.
  */
 #if PAIRS
 /* count numbers of a bfloat16 row as pairs, a zero behind an odd one. */
@@ -11,12 +11,18 @@ static void FN(copy_pairs)(REAL *dst, const char *src, int64_t stride, int64_t c
     if (count % 2) to[count] = 0;
 }
 
-/* What is not finite of count bfloat16 numbers becomes 0. */
-static void FN(drop_non_finite)(REAL *pairs, int64_t count)
+/* A bfloat16 number, 0 for one that is not finite. */
+MHA_INLINE uint16_t FN(finite_or_zero)(uint16_t number) { return (number & 0x7f80) == 0x7f80 ? 0 : number; }
+
+/* Rows first.. next to each other. careful: what is not finite is 0. */
+static void FN(copy_rows)(REAL *dst, int64_t dst_row, const mha_task *task, const mha_matrix *src, int64_t first,
+                          int64_t count, int64_t cols, int careful)
 {
-    uint16_t *numbers = (uint16_t *)pairs;
-    for (int64_t i = 0; i < count; i++)
-        if ((numbers[i] & 0x7f80) == 0x7f80) numbers[i] = 0;
+    for (int64_t k = 0; k < count; k++, dst += dst_row) {
+        uint16_t *numbers = (uint16_t *)dst;
+        FN(copy_pairs)(dst, mha_key_row(task, src, first + k), src->col, cols);
+        for (int64_t i = 0; careful && i < cols; i++) numbers[i] = FN(finite_or_zero)(numbers[i]);
+    }
 }
 
 /* Whether a row of count numbers can be read as pairs where it lies. */
@@ -38,18 +44,17 @@ static void FN(pack_value_pairs)(REAL *dst, int64_t dst_row, const mha_task *tas
         if (step == 1 && high_step == 1 && !careful)
             for (; c + V(lanes) <= task->value_dim; c += V(lanes)) V(store)(dst + c, V(join_pairs)(low + c, high + c));
         for (; c < task->value_dim; c++) {
-            uint32_t pair[2] = {low[c * step], high[c * high_step]};
-            for (int i = 0; careful && i < 2; i++)
-                if ((pair[i] & 0x7f80) == 0x7f80) pair[i] = 0;
-            pair[0] |= pair[1] << 16;
-            memcpy(dst + c, pair, sizeof *dst);
+            uint16_t numbers[2] = {low[c * step], high[c * high_step]};
+            for (int i = 0; careful && i < 2; i++) numbers[i] = FN(finite_or_zero)(numbers[i]);
+            uint32_t pair = numbers[0] | (uint32_t)numbers[1] << 16;
+            memcpy(dst + c, &pair, sizeof *dst);
         }
         for (; c < dst_row; c++) dst[c] = 0;
     }
 }
 
 /* Scores of one vector of lanes become weights, rounded to pairs of keys: those of keys k and k + 1 of the block lie at k / 2.
- * Gives the sum of what was rounded; key k belongs to the k % 4-th part. */
+ * Gives the sum of the weights before they were rounded; key k belongs to the k % 4-th part. */
 MHA_INLINE VEC FN(pair_exponentials)(REAL *scores, const FN(run) *runs, int num_runs, int64_t first, int64_t visible,
                                      VEC m)
 {

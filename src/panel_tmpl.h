@@ -74,10 +74,7 @@ static void FN(open_few_pairs)(mha_rows *rows, const mha_task *task, const mha_m
     *rows = (mha_rows){.data = mha_key_row(task, src, first), .dtype = MHA_BF16, .row = src->row};
     if (FN(in_place)(task, src, first, count, 0) && !careful) return;
     *rows = (mha_rows){.data = (const char *)copy, .dtype = MHA_BF16, .row = 2 * copy_row};
-    for (int64_t k = 0; k < count; k++) {
-        FN(copy_pairs)(copy + k * copy_row, mha_key_row(task, src, first + k), src->col, cols);
-        if (careful) FN(drop_non_finite)(copy + k * copy_row, cols);
-    }
+    FN(copy_rows)(copy, copy_row, task, src, first, count, cols, careful);
 }
 
 /* The block for a panel of pairs: keys where they lie if they are pairs there, values packed. */
@@ -93,9 +90,7 @@ static void FN(open_pair_block)(FN(block) *block, const mha_task *task, FN(scrat
         return;
     }
     block->keys = (mha_rows){.data = (const char *)s->keys, .dtype = REAL_DTYPE, .row = s->few_row};
-    for (int64_t k = 0; k < count; k++)
-        FN(copy_pairs)(s->keys + k * s->few_row, mha_key_row(task, &task->key, first + k), task->key.col,
-                       task->head_dim);
+    FN(copy_rows)(s->keys, s->few_row, task, &task->key, first, count, task->head_dim, 0);
 }
 #endif
 
@@ -169,7 +164,7 @@ static void FN(look_ahead)(const FN(panel) *panel, int64_t begin, int64_t end)
                 PREFETCH(ahead[n].data + r * ahead[n].step + byte);
 }
 
-/* Asks for the mask of the keys from key on, a share of the rows with every tile of the block before. */
+/* Asks for the mask of the keys from key on, the shares of the tiles [begin, end) of the block before. */
 static void FN(look_ahead_mask)(const mha_task *task, const FN(panel) *panel, int64_t key, int64_t begin, int64_t end)
 {
     int64_t bytes = mha_item_bytes(task->mask_dtype), share = panel->num_rows * V(key_tile) / MHA_KEY_BLOCK + 1;
@@ -192,14 +187,13 @@ static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel
                           .slope = s->slope,
                           .position = s->position};
     int64_t tiles_before = (block->first - FN(split_first)(task, task->split_begin)) / V(key_tile);
-    int64_t asked = first / V(key_tile);
     for (int64_t k = first; k < first + count;) {
         int64_t left = first + count - k, key = block->first + k;
         int64_t keys = panel->vecs == 1 && left >= FN(tall_tile) ? FN(tall_tile) : mha_next_tile(left, V(key_tile));
-        int64_t ask_end = mha_divide_up(k + keys, V(key_tile));
-        if (panel->ahead) FN(look_ahead)(panel, tiles_before + asked, tiles_before + ask_end);
-        if (task->has_mask) FN(look_ahead_mask)(task, panel, FN(block_base)(block) + MHA_KEY_BLOCK, asked, ask_end);
-        asked = ask_end;
+        int64_t begin = mha_divide_up(k, V(key_tile)),
+                end = mha_divide_up(k + keys, V(key_tile)); /* an edge tile asks once */
+        if (panel->ahead) FN(look_ahead)(panel, tiles_before + begin, tiles_before + end);
+        if (task->has_mask) FN(look_ahead_mask)(task, panel, FN(block_base)(block) + MHA_KEY_BLOCK, begin, end);
         int upper = key + keys > panel->all_visible, lower = key < panel->all_first;
         int rules = always || (lower && task->has_mask), masked = task->has_mask || lower || upper;
         mask.bits = s->bits ? s->bits + k : NULL;

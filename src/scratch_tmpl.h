@@ -1,5 +1,8 @@
 /* The memory of one thread: how much it is and where everything lies, decided in one place. */
 
+/* Keys of a tile of one vector of queries, which leaves the registers of the others free. */
+enum { FN(tall_tile) = 2 * V(key_tile) };
+
 /* The result over a range of keys for the rows of one panel. row_max is -inf and row_sum 0 where no key was
  * seen; then out is not defined. */
 typedef struct FN(state) {
@@ -80,7 +83,7 @@ static uintptr_t FN(lay_out)(FN(scratch) *s, const mha_task *task, uintptr_t mem
     s->slope = task->has_slopes ? FN(take)(&memory, V(panel)) : NULL;
     s->position = task->has_slopes ? FN(take)(&memory, V(panel)) : NULL;
     int rules = task->softcap != 0 || task->has_slopes || (task->has_window && task->has_mask);
-    s->raw = rules ? FN(take)(&memory, (2 * V(key_tile) + 1) * V(panel)) : NULL;
+    s->raw = rules ? FN(take)(&memory, (FN(tall_tile) + 1) * V(panel)) : NULL;
     return memory;
 }
 

@@ -2,8 +2,8 @@
  * compute dtype, MHA_F16, MHA_BF16 or MHA_I8. Takes REAL_DTYPE.
  */
 
-/* Whether the few-query kernel reads this dtype where it lies, converting it in registers; what it does not is packed. Only float32
- * pays for the code. */
+/* Whether the few-query kernel reads this dtype where it lies; what it does not is packed. Pairs are multiplied as they are, others
+ * converted in registers; only float32 pays for that code. */
 MHA_INLINE int FN(few_reads)(mha_dtype storage)
 {
     if (PAIRS) return storage == MHA_BF16;
