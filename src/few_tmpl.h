@@ -6,6 +6,15 @@
 /* How many bytes of keys and values are asked for before their turn. */
 enum { FN(few_lead) = 8192 };
 
+/* Whether they are. One row of the compute dtype has so little arithmetic that this gains only where a long head lies in one
+ * piece. */
+static int FN(few_asks)(const mha_task *task)
+{
+    if (task->num_rows > 1 || task->key.dtype != REAL_DTYPE) return 1;
+    return task->key.row == task->head_dim && task->value.row == task->value_dim &&
+           task->visible - task->first > MHA_KEY_SPLIT;
+}
+
 /* Where in the rows to come the next line is asked for: in the order of memory, which hardware follows best, while a tile
  * reads four rows side by side. */
 typedef struct FN(asking) {
@@ -81,11 +90,11 @@ MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype sto
 }
 
 MHA_INLINE void FN(dot_rows)(const int rows, const mha_dtype storage, const REAL *query, int64_t query_row,
-                             const char *key, int64_t key_row, int64_t count, int64_t head_dim, REAL *scores,
+                             const char *key, int64_t key_row, int64_t count, int64_t head_dim, int asks, REAL *scores,
                              int64_t score_row)
 {
     const int64_t item = mha_item_bytes(storage), row_bytes = head_dim * item;
-    int asks = count * row_bytes > FN(few_lead); /* else the division takes longer */
+    if (count * row_bytes <= FN(few_lead)) asks = 0; /* there the division takes longer */
     int64_t ahead = asks ? FN(few_lead) / mha_max(row_bytes, 64) : 0;
     const int64_t step = 4 * FN(few_numbers) * item, line = step < 64 ? step : 64;
     int64_t rest = 4 * mha_round_up(row_bytes, line) - head_dim / FN(few_numbers) * step;
@@ -103,16 +112,17 @@ MHA_INLINE void FN(dot_rows)(const int rows, const mha_dtype storage, const REAL
 MHA_INLINE void FN(few_scores_of)(const mha_dtype storage, const mha_task *task, FN(scratch) *s,
                                   const mha_rows *keys, int64_t count)
 {
+    int64_t key_row = keys->row, head_dim = task->head_dim;
+    int asks = FN(few_asks)(task);
     for (int64_t r = 0, left; (left = task->num_rows - r) > 0;) {
         const REAL *query = s->query[0] + r * s->few_row;
         REAL *scores = s->scores + r * s->score_row;
-        int64_t key_row = keys->row, head_dim = task->head_dim;
         if (V(few_rows) >= 4 && left >= 4)
-            FN(dot_rows)(4, storage, query, s->few_row, keys->data, key_row, count, head_dim, scores, s->score_row);
+            FN(dot_rows)(4, storage, query, s->few_row, keys->data, key_row, count, head_dim, asks, scores, s->score_row);
         else if (left >= 2)
-            FN(dot_rows)(2, storage, query, s->few_row, keys->data, key_row, count, head_dim, scores, s->score_row);
+            FN(dot_rows)(2, storage, query, s->few_row, keys->data, key_row, count, head_dim, asks, scores, s->score_row);
         else
-            FN(dot_rows)(1, storage, query, s->few_row, keys->data, key_row, count, head_dim, scores, s->score_row);
+            FN(dot_rows)(1, storage, query, s->few_row, keys->data, key_row, count, head_dim, asks, scores, s->score_row);
         r += left >= V(few_rows) ? V(few_rows) : left >= 2 ? 2 : 1;
     }
 }
@@ -152,15 +162,19 @@ static void FN(few_scores)(const mha_task *task, FN(scratch) *s, const FN(block)
  * columns in the last vector, or in the last two of pairs, where that is not whole, else 0. */
 MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const mha_dtype storage,
                                     const REAL *RESTRICT weights, int64_t weight_row, const char *RESTRICT value,
-                                    int64_t value_row, int64_t count, int64_t tail, const REAL *RESTRICT alpha,
+                                    int64_t value_row, int64_t count, int64_t tail, int asks, const REAL *RESTRICT alpha,
                                     int first, REAL *RESTRICT out, int64_t out_row)
 {
     VEC acc[6][8];
     const int64_t ahead = FN(few_lead) / (vecs * V(lanes) * mha_item_bytes(storage));
 #if PAIRS
+    (void)asks;
     FN(pair_product_tile)(rows, vecs, weights, weight_row, value, value_row, count, tail, ahead, acc);
 #else
-    FN(product_tile)(rows, vecs, weights, weight_row, storage, value, value_row, count, tail, ahead, acc);
+    if (rows == 1 && storage == REAL_DTYPE && !asks)
+        FN(product_tile)(rows, vecs, weights, weight_row, storage, value, value_row, count, tail, 0, acc);
+    else
+        FN(product_tile)(rows, vecs, weights, weight_row, storage, value, value_row, count, tail, ahead, acc);
 #endif
     int absent = PAIRS && tail > 0 && tail <= V(lanes); /* the last vector lies behind the row */
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) {
@@ -172,7 +186,7 @@ MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const mha_dt
 
 /* Column tiles as wide as the rows leave registers for: values come from memory a whole row at a time where that fits. */
 MHA_INLINE void FN(few_output_rows)(const int rows, const mha_dtype storage, const REAL *weights, int64_t weight_row,
-                                    const char *values, int64_t value_row, int64_t count, int64_t cols,
+                                    const char *values, int64_t value_row, int64_t count, int64_t cols, int asks,
                                     const REAL *alpha, int first, REAL *out, int64_t out_row)
 {
     const int64_t most = rows > 2 ? V(col_vecs) : 2 * V(col_vecs);
@@ -182,13 +196,13 @@ MHA_INLINE void FN(few_output_rows)(const int rows, const mha_dtype storage, con
         int64_t tail = cols - c < width * V(lanes) ? cols % FN(few_numbers) : 0;
         const char *value = values + c * mha_item_bytes(storage);
         if (V(col_vecs) == 4 && rows <= 2 && width == 8)
-            FN(few_output_tile)(rows, 8, storage, weights, weight_row, value, value_row, count, tail, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 8, storage, weights, weight_row, value, value_row, count, tail, asks, alpha, first, out + c, out_row);
         else if (width == 4)
-            FN(few_output_tile)(rows, 4, storage, weights, weight_row, value, value_row, count, tail, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 4, storage, weights, weight_row, value, value_row, count, tail, asks, alpha, first, out + c, out_row);
         else if (width == 2)
-            FN(few_output_tile)(rows, 2, storage, weights, weight_row, value, value_row, count, tail, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 2, storage, weights, weight_row, value, value_row, count, tail, asks, alpha, first, out + c, out_row);
         else if (!PAIRS)
-            FN(few_output_tile)(rows, 1, storage, weights, weight_row, value, value_row, count, tail, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 1, storage, weights, weight_row, value, value_row, count, tail, asks, alpha, first, out + c, out_row);
         c += width * V(lanes);
     }
 }
@@ -286,17 +300,18 @@ MHA_INLINE void FN(few_output_of)(const mha_dtype storage, const mha_task *task,
                                   const mha_rows *values, int64_t count, FN(state) *state, int first)
 {
     int64_t cols = task->value_dim, score_row = s->score_row, row = values->row;
+    int asks = FN(few_asks)(task);
     for (int64_t r = 0, left; (left = task->num_rows - r) > 0;) {
         const REAL *from = weights + r * score_row, *alpha = s->alpha + r;
         REAL *out = state->out + r * s->out_row;
         /* four rows where they need no narrower column tiles than two */
         int four = V(few_rows) >= 4 && left >= 4 && cols <= V(col_vecs) * V(lanes);
         if (V(few_rows) >= 4 && four)
-            FN(few_output_rows)(4, storage, from, score_row, values->data, row, count, cols, alpha, first, out, s->out_row);
+            FN(few_output_rows)(4, storage, from, score_row, values->data, row, count, cols, asks, alpha, first, out, s->out_row);
         else if (left >= 2)
-            FN(few_output_rows)(2, storage, from, score_row, values->data, row, count, cols, alpha, first, out, s->out_row);
+            FN(few_output_rows)(2, storage, from, score_row, values->data, row, count, cols, asks, alpha, first, out, s->out_row);
         else
-            FN(few_output_rows)(1, storage, from, score_row, values->data, row, count, cols, alpha, first, out, s->out_row);
+            FN(few_output_rows)(1, storage, from, score_row, values->data, row, count, cols, asks, alpha, first, out, s->out_row);
         r += four ? 4 : left >= 2 ? 2 : 1;
     }
 }
