@@ -20,6 +20,14 @@ MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix, int6
     return readable && matrix->col == 1 && !task->pack_keys && mha_even_keys(task, matrix, first, count) == count;
 }
 
+/* Whether a panel reads the rows of values where they lie, in whole vectors that do not lie across cache lines where a level is
+ * slow with such. */
+MHA_INLINE int FN(whole_values)(const mha_task *task, int64_t first)
+{
+    int64_t row = task->value.row * (int64_t)sizeof(REAL), address = (int64_t)(uintptr_t)mha_key_row(task, &task->value, first);
+    return task->value_dim % V(lanes) == 0 && (!V(align_values) || (address | row) % (int64_t)sizeof(VEC) == 0);
+}
+
 #if !PAIRS
 /* The scales of keys first.., evenly spaced; those of pages are gathered. */
 static void FN(open_scales)(mha_rows *rows, const mha_task *task, const mha_matrix *src, int64_t first, int64_t count,
@@ -113,7 +121,7 @@ static void FN(open_block)(FN(block) *block, const mha_task *task, FN(scratch) *
 #else
     int keys_in_place = FN(in_place)(task, &task->key, first, count, whole_vectors);
     int values_in_place = FN(in_place)(task, &task->value, first, count, whole_vectors) && !careful &&
-                          !(whole_vectors && task->value_dim % V(lanes));
+                          (!whole_vectors || FN(whole_values)(task, first));
     FN(open_rows)(&block->keys, task, &task->key, first, count, task->head_dim, keys_in_place, whole_vectors, s->keys,
                   s->few_row, s->key_scales);
     FN(open_rows)(&block->values, task, &task->value, first, count, task->value_dim, values_in_place, whole_vectors,

@@ -23,13 +23,15 @@ enum {
     vec_f32_row_tile = 6,
     vec_f32_col_vecs = 2,
     vec_f32_few_rows = 2,
+    vec_f32_align_values = 1,
     vec_f64_lanes = 4,
     vec_f64_key_tile = 6,
     vec_f64_query_vecs = 2,
     vec_f64_panel = 24,
     vec_f64_row_tile = 6,
     vec_f64_col_vecs = 2,
-    vec_f64_few_rows = 2
+    vec_f64_few_rows = 2,
+    vec_f64_align_values = 1
 };
 
 MHA_INLINE __m256i vec_f32_first(int64_t n)

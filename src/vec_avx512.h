@@ -22,13 +22,15 @@ enum {
     vec_f32_row_tile = 6,
     vec_f32_col_vecs = 4,
     vec_f32_few_rows = 4,
+    vec_f32_align_values = 0,
     vec_f64_lanes = 8,
     vec_f64_key_tile = 8,
     vec_f64_query_vecs = 3,
     vec_f64_panel = 24,
     vec_f64_row_tile = 6,
     vec_f64_col_vecs = 4,
-    vec_f64_few_rows = 4
+    vec_f64_few_rows = 4,
+    vec_f64_align_values = 0
 };
 
 MHA_INLINE __mmask16 vec_f32_first(int64_t n) { return (__mmask16)((1u << n) - 1); }

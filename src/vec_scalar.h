@@ -23,13 +23,15 @@ enum {
     vec_f32_row_tile = 4,
     vec_f32_col_vecs = 2,
     vec_f32_few_rows = 2,
+    vec_f32_align_values = 0,
     vec_f64_lanes = 1,
     vec_f64_key_tile = 4,
     vec_f64_query_vecs = 2,
     vec_f64_panel = 16,
     vec_f64_row_tile = 4,
     vec_f64_col_vecs = 2,
-    vec_f64_few_rows = 2
+    vec_f64_few_rows = 2,
+    vec_f64_align_values = 0
 };
 
 MHA_INLINE vec_f32 vec_f32_zero(void) { return 0; }
