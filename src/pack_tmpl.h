@@ -50,6 +50,13 @@ static void FN(multiply)(REAL *numbers, int64_t count, REAL factor)
 static void FN(pack_rows)(REAL *dst, int64_t dst_row, const mha_matrix *src, int64_t first, int64_t count, int64_t cols)
 {
     int64_t bytes = mha_item_bytes(src->dtype);
+    if (src->dtype == REAL_DTYPE && src->col == 1 && cols == dst_row &&
+        !src->scale) { /* whole vectors, without a call a row */
+        const REAL *from = (const REAL *)src->data + first * src->row;
+        for (int64_t i = 0; i < count; i++, dst += dst_row, from += src->row)
+            for (int64_t c = 0; c < cols; c += V(lanes)) V(store)(dst + c, V(load)(from + c));
+        return;
+    }
     for (int64_t i = 0; i < count; i++, dst += dst_row) {
         FN(convert)(dst, src->data + (first + i) * src->row * bytes, src->dtype, src->col, cols);
         if (src->scale) FN(multiply)(dst, cols, (REAL)src->scale[(first + i) * src->scale_row]);

@@ -24,7 +24,8 @@ MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix, int6
  * slow with such. */
 MHA_INLINE int FN(whole_values)(const mha_task *task, int64_t first)
 {
-    int64_t row = task->value.row * (int64_t)sizeof(REAL), address = (int64_t)(uintptr_t)mha_key_row(task, &task->value, first);
+    int64_t row = task->value.row * (int64_t)sizeof(REAL),
+            address = (int64_t)(uintptr_t)mha_key_row(task, &task->value, first);
     return task->value_dim % V(lanes) == 0 && (!V(align_values) || (address | row) % (int64_t)sizeof(VEC) == 0);
 }
 

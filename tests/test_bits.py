@@ -275,6 +275,22 @@ def test_in_any_memory(isa, attend, rng, dtype, queries):
 
 
 @DTYPE
+@pytest.mark.parametrize("width", [16, 32, 48])
+@pytest.mark.parametrize("queries", [3, 60])
+def test_wherever_rows_begin(isa, attend, rng, dtype, queries, width):
+    """At every place in a cache line: whole vectors of values may lie across two of them."""
+    query, key, value = qkv(rng, 1, 2, queries, 300, 20, value_width=width, dtype=dtype)
+    want = attend(query, key, value, **OPTIONS)
+    memory = np.full(value.size + 128 // value.itemsize, np.nan, dtype)
+    start = -memory.ctypes.data % 64 // value.itemsize
+    for begin in range(start, start + 64 // value.itemsize):
+        moved = memory[begin : begin + value.size].reshape(value.shape)
+        moved[...] = value
+        same(attend(query, key, moved, **OPTIONS), want)
+        memory[...] = np.nan
+
+
+@DTYPE
 @pytest.mark.parametrize("queries", [1, 60])
 def test_rows_far_apart(isa, attend, rng, dtype, queries):
     """Rows at least 2 KiB apart of 4096 and more keys are copied block by block."""
