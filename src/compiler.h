@@ -13,6 +13,7 @@
 #define UNROLL
 #define PREFETCH(address) ((void)(address))
 #define OPAQUE(pointer) ((void)0)
+#define IN_REGISTER(kind, value) ((void)0)
 #define RESTRICT __restrict
 #else
 #define MHA_INLINE static inline __attribute__((always_inline, unused))
@@ -27,6 +28,8 @@
 #define PREFETCH(address) __builtin_prefetch(address)
 /* One of several pointers into one array: compilers would make all of them of the first, with more offsets than registers. */
 #define OPAQUE(pointer) __asm__("" : "+r"(pointer))
+/* Compilers may read a value from memory again at each use instead. kind: the letter for its registers. */
+#define IN_REGISTER(kind, value) __asm__("" : "+" kind(value))
 #endif
 
 #endif

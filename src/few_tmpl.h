@@ -60,8 +60,8 @@ MHA_INLINE VEC FN(load_depth_n)(const mha_dtype storage, const char *row, int64_
 #endif
 }
 
-/* scores[row][key] of a tile of rows x keys (1 to 4; 4 are written). key: of dtype storage, converted in registers (pairs are
- * not), once for all rows. rows, keys, storage: constants once inlined. */
+/* scores[row][key] of a tile of rows x keys (1 to 4; 4 are written, by four rows that take two keys at a time 2). key: of dtype
+ * storage, converted in registers (pairs are not), once for all rows. rows, keys, storage: constants once inlined. */
 MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype storage, const REAL *RESTRICT query,
                              int64_t query_row, const char *RESTRICT key, int64_t key_row, int64_t head_dim,
                              FN(asking) *next, REAL *RESTRICT scores, int64_t score_row)
@@ -73,6 +73,7 @@ MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype sto
         VEC depth[4];
         FN(ask_next)(next, keys * FN(few_numbers) * mha_item_bytes(storage));
         UNROLL for (int k = 0; k < keys; k++) depth[k] = FN(load_depth)(storage, key, k * key_row + e);
+        UNROLL for (int k = 0; k < keys; k++) KEEP(depth[k]);
         UNROLL for (int r = 0; r < rows; r++) {
             VEC q = V(load)(query + r * query_row);
             UNROLL for (int k = 0; k < keys; k++) acc[r][k] = FN(multiply_add)(q, depth[k], acc[r][k]);
@@ -85,6 +86,14 @@ MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype sto
             UNROLL for (int r = 0; r < rows; r++)
                 acc[r][k] = FN(multiply_add)(V(load)(query + r * query_row), depth, acc[r][k]);
         }
+    if (rows > 2 && V(few_keys) == 2) { /* two rows' sums at a time */
+        UNROLL for (int r = 0; r < rows; r += 2) {
+            REAL sums[4];
+            V(hsum4)(acc[r][0], acc[r][1], acc[r + 1][0], acc[r + 1][1], sums);
+            UNROLL for (int i = 0; i < 4; i++) scores[(r + i / 2) * score_row + i % 2] = sums[i];
+        }
+        return;
+    }
     UNROLL for (int r = 0; r < rows; r++)
         V(hsum4)(acc[r][0], acc[r][1], acc[r][2], acc[r][3], scores + r * score_row);
 }
@@ -96,15 +105,16 @@ MHA_INLINE void FN(dot_rows)(const int rows, const mha_dtype storage, const REAL
     const int64_t item = mha_item_bytes(storage), row_bytes = head_dim * item;
     if (count * row_bytes <= FN(few_lead)) asks = 0; /* there the division takes longer */
     int64_t ahead = asks ? FN(few_lead) / mha_max(row_bytes, 64) : 0;
-    const int64_t step = 4 * FN(few_numbers) * item, line = step < 64 ? step : 64;
-    int64_t rest = 4 * mha_round_up(row_bytes, line) - head_dim / FN(few_numbers) * step;
+    const int keys = rows > 2 ? V(few_keys) : 4;
+    const int64_t step = keys * FN(few_numbers) * item, line = step < 64 ? step : 64;
+    int64_t rest = keys * mha_round_up(row_bytes, line) - head_dim / FN(few_numbers) * step;
     FN(asking) next = {asks ? key + ahead * key_row * item : NULL, row_bytes, key_row * item, 0,
                        asks ? mha_divide_up(rest, 64) : 0};
     int64_t k = 0;
-    for (; k + 4 <= count; k += 4, key += 4 * key_row * item)
-        FN(dot_tile)(rows, 4, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
-    if (count - k == 3) FN(dot_tile)(rows, 3, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
-    if (count - k == 2) FN(dot_tile)(rows, 2, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
+    for (; k + keys <= count; k += keys, key += keys * key_row * item)
+        FN(dot_tile)(rows, keys, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
+    if (keys > 3 && count - k == 3) FN(dot_tile)(rows, 3, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
+    if (keys > 2 && count - k == 2) FN(dot_tile)(rows, 2, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
     if (count - k == 1) FN(dot_tile)(rows, 1, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
 }
 
@@ -304,8 +314,8 @@ MHA_INLINE void FN(few_output_of)(const mha_dtype storage, const mha_task *task,
     for (int64_t r = 0, left; (left = task->num_rows - r) > 0;) {
         const REAL *from = weights + r * score_row, *alpha = s->alpha + r;
         REAL *out = state->out + r * s->out_row;
-        /* four rows where they need no narrower column tiles than two */
-        int four = V(few_rows) >= 4 && left >= 4 && cols <= V(col_vecs) * V(lanes);
+        /* four rows where they need no narrower column tiles than two, or where registers are few anyway */
+        int four = V(few_rows) >= 4 && left >= 4 && (V(col_vecs) == 2 || cols <= V(col_vecs) * V(lanes));
         if (V(few_rows) >= 4 && four)
             FN(few_output_rows)(4, storage, from, score_row, values->data, row, count, cols, asks, alpha, first, out, s->out_row);
         else if (left >= 2)
@@ -351,6 +361,26 @@ static void FN(few_hidden_scores)(const mha_task *task, FN(scratch) *s, const FN
     }
 }
 
+/* The same in parts, whose rows of values stay in the nearest cache while their columns are gone through one tile after the other.
+ * The borders are the same for all rows, widths and dtypes, and so is the order of summation. */
+static void FN(few_output_parts)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
+                                 int careful)
+{
+    REAL *scores = s->scores, *alpha = s->alpha, unchanged[] = {1, 1, 1, 1, 1, 1, 1, 1};
+    FN(block) part = *block;
+    for (int64_t left = block->count; left > 0; left -= part.count) {
+        part.count = mha_min(left, V(few_part) - part.first % V(few_part));
+        FN(few_output)(task, s, &part, state, first && left == block->count, careful);
+        part.first += part.count;
+        part.values.data += part.count * part.values.row * mha_item_bytes(part.values.dtype);
+        if (part.values.scale) part.values.scale += part.count * part.values.scale_row;
+        s->scores += part.count;
+        s->alpha = unchanged;
+    }
+    s->scores = scores;
+    s->alpha = alpha;
+}
+
 static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
                           int with_output, int careful)
 {
@@ -359,7 +389,10 @@ static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) 
     FN(few_hidden_scores)(task, s, block, block_max);
     FN(few_softmax)(s, rows, count, block_max, state);
     if (!with_output) return;
-    FN(few_output)(task, s, block, state, first, careful);
+    if (V(few_part) < MHA_KEY_BLOCK)
+        FN(few_output_parts)(task, s, block, state, first, careful);
+    else
+        FN(few_output)(task, s, block, state, first, careful);
     FN(run) all = {0, count};
     if (careful)
         FN(add_non_finite)(task, task->rows, rows, block->first, &all, 1, s->scores, s->score_row, 1, PAIRS, state->out,

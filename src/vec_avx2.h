@@ -10,11 +10,14 @@
 
 #include "compiler.h"
 
+#define KEEP(v) IN_REGISTER("x", v) /* 16 registers: gcc would read keys again for each query */
+
 typedef __m256 vec_f32;
 typedef __m256d vec_f64;
 
 /* Scores: 6 keys x 2 vectors of queries, 12 accumulators + 2 queries + 1 broadcast. Output: 6 queries x 2 vectors of
- * columns, 12 + 2 + 1. Few queries: 4 keys x 2 queries, 8 + 2 + 4. */
+ * columns, 12 + 2 + 1. Few queries: 2 keys x 4 queries or 4 x 2, 8 + 2 + 1 or 8 + 4 + 1. few_part: keys whose values are
+ * read for all columns before the next (256: all of a block); align_values: values across cache lines are copied. */
 enum {
     vec_f32_lanes = 8,
     vec_f32_key_tile = 6,
@@ -22,7 +25,9 @@ enum {
     vec_f32_panel = 48,
     vec_f32_row_tile = 6,
     vec_f32_col_vecs = 2,
-    vec_f32_few_rows = 2,
+    vec_f32_few_rows = 4,
+    vec_f32_few_keys = 2,
+    vec_f32_few_part = 32,
     vec_f32_align_values = 1,
     vec_f64_lanes = 4,
     vec_f64_key_tile = 6,
@@ -30,7 +35,9 @@ enum {
     vec_f64_panel = 24,
     vec_f64_row_tile = 6,
     vec_f64_col_vecs = 2,
-    vec_f64_few_rows = 2,
+    vec_f64_few_rows = 4,
+    vec_f64_few_keys = 2,
+    vec_f64_few_part = 32,
     vec_f64_align_values = 1
 };
 

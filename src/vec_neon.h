@@ -11,6 +11,8 @@
 
 #include "compiler.h"
 
+#define KEEP(v) ((void)0)
+
 typedef float32x4_t vec_f32;
 typedef float64x2_t vec_f64;
 
@@ -24,6 +26,8 @@ enum {
     vec_f32_row_tile = 6,
     vec_f32_col_vecs = 4,
     vec_f32_few_rows = 4,
+    vec_f32_few_keys = 4,
+    vec_f32_few_part = 256,
     vec_f32_align_values = 0,
     vec_f64_lanes = 2,
     vec_f64_key_tile = 8,
@@ -32,6 +36,8 @@ enum {
     vec_f64_row_tile = 6,
     vec_f64_col_vecs = 4,
     vec_f64_few_rows = 4,
+    vec_f64_few_keys = 4,
+    vec_f64_few_part = 256,
     vec_f64_align_values = 0
 };
 

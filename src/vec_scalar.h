@@ -11,6 +11,8 @@
 
 #include "compiler.h"
 
+#define KEEP(v) ((void)0)
+
 typedef float vec_f32;
 typedef double vec_f64;
 
@@ -23,6 +25,8 @@ enum {
     vec_f32_row_tile = 4,
     vec_f32_col_vecs = 2,
     vec_f32_few_rows = 2,
+    vec_f32_few_keys = 4,
+    vec_f32_few_part = 256,
     vec_f32_align_values = 0,
     vec_f64_lanes = 1,
     vec_f64_key_tile = 4,
@@ -31,6 +35,8 @@ enum {
     vec_f64_row_tile = 4,
     vec_f64_col_vecs = 2,
     vec_f64_few_rows = 2,
+    vec_f64_few_keys = 4,
+    vec_f64_few_part = 256,
     vec_f64_align_values = 0
 };
 
