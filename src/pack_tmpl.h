@@ -50,8 +50,8 @@ static void FN(multiply)(REAL *numbers, int64_t count, REAL factor)
 static void FN(pack_rows)(REAL *dst, int64_t dst_row, const mha_matrix *src, int64_t first, int64_t count, int64_t cols)
 {
     int64_t bytes = mha_item_bytes(src->dtype);
-    if (src->dtype == REAL_DTYPE && src->col == 1 && cols == dst_row &&
-        !src->scale) { /* whole vectors, without a call a row */
+    int whole = src->dtype == REAL_DTYPE && src->col == 1 && cols == dst_row && !src->scale;
+    if (whole) { /* vectors: a library's copy is a call for each row */
         const REAL *from = (const REAL *)src->data + first * src->row;
         for (int64_t i = 0; i < count; i++, dst += dst_row, from += src->row)
             for (int64_t c = 0; c < cols; c += V(lanes)) V(store)(dst + c, V(load)(from + c));
