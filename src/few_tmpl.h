@@ -348,19 +348,6 @@ static void FN(few_output)(const mha_task *task, FN(scratch) *s, const FN(block)
         FN(few_output_of)(MHA_I8, task, s, weights, values, block->count, state, first);
 }
 
-/* The scores of all rows against a block, hidden ones -inf, and their maxima. */
-static void FN(few_hidden_scores)(const mha_task *task, FN(scratch) *s, const FN(block) *block, REAL *block_max)
-{
-    int64_t count = block->count;
-    int adjusts = task->has_mask || task->has_window || task->has_slopes || task->softcap != 0;
-    FN(few_scores)(task, s, block);
-    for (int64_t r = 0; r < task->num_rows; r++) {
-        REAL *scores = s->scores + r * s->score_row;
-        if (adjusts) FN(few_adjust)(task, s, task->rows + r, block->first, count, scores);
-        block_max[r] = FN(few_max)(scores, mha_min(task->rows[r].visible - block->first, count), count);
-    }
-}
-
 /* The same in parts, whose rows of values stay in the nearest cache while their columns are gone through one tile after the other.
  * The borders are the same for all rows, widths and dtypes, and so is the order of summation. */
 static void FN(few_output_parts)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
@@ -379,6 +366,19 @@ static void FN(few_output_parts)(const mha_task *task, FN(scratch) *s, const FN(
     }
     s->scores = scores;
     s->alpha = alpha;
+}
+
+/* The scores of all rows against a block, hidden ones -inf, and their maxima. */
+static void FN(few_hidden_scores)(const mha_task *task, FN(scratch) *s, const FN(block) *block, REAL *block_max)
+{
+    int64_t count = block->count;
+    int adjusts = task->has_mask || task->has_window || task->has_slopes || task->softcap != 0;
+    FN(few_scores)(task, s, block);
+    for (int64_t r = 0; r < task->num_rows; r++) {
+        REAL *scores = s->scores + r * s->score_row;
+        if (adjusts) FN(few_adjust)(task, s, task->rows + r, block->first, count, scores);
+        block_max[r] = FN(few_max)(scores, mha_min(task->rows[r].visible - block->first, count), count);
+    }
 }
 
 static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,

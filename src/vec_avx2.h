@@ -16,8 +16,9 @@ typedef __m256 vec_f32;
 typedef __m256d vec_f64;
 
 /* Scores: 6 keys x 2 vectors of queries, 12 accumulators + 2 queries + 1 broadcast. Output: 6 queries x 2 vectors of
- * columns, 12 + 2 + 1. Few queries: 2 keys x 4 queries or 4 x 2, 8 + 2 + 1 or 8 + 4 + 1. few_part: keys whose values are
- * read for all columns before the next (256: all of a block); align_values: values across cache lines are copied. */
+ * columns, 12 + 2 + 1. Few queries: 2 keys x 4 queries or 4 x 2, 8 + 2 + 1 or 8 + 4 + 1.
+ * few_keys: of a tile of four queries. few_part: keys whose values are read for all columns before the next (256: all of a
+ * block). align_values: values that lie across cache lines are copied. */
 enum {
     vec_f32_lanes = 8,
     vec_f32_key_tile = 6,
