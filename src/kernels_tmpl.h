@@ -14,7 +14,7 @@
 #include "affine_tmpl.h"
 
 static const mha_kernels FN(kernels) = {
-    {V(lanes), V(panel), V(key_tile), V(row_tile), FN(affine_tile)},
+    {V(lanes), V(panel), V(key_tile), V(row_tile), FN(affine_tile), V(align_values)},
     FN(scratch_bytes),
     FN(open_scratch),
     FN(state_bytes),

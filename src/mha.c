@@ -195,6 +195,39 @@ static int64_t task_splits(const mha_plan *plan)
     return mha_max(all, 1);
 }
 
+/* Rows at least 2 KiB apart of many keys meet in the same cache sets and in few pages of the TLB. */
+static int lie_far_apart(const mha_plan *plan)
+{
+    const mha_params *p = plan->p;
+    int64_t key_row = p->key.row * mha_item_bytes(p->key.dtype),
+            value_row = p->value.row * mha_item_bytes(p->value.dtype);
+    return mha_max(key_row, value_row) >= 2048 && p->kv_len >= 4 * MHA_KEY_SPLIT && !plan->few;
+}
+
+/* Whether panels copy blocks of keys or values, see open_block of the kernels. */
+static int copies_blocks(const mha_plan *plan, int far)
+{
+    const mha_params *p = plan->p;
+    mha_tiles tiles = plan->kernels->tiles;
+    int64_t item = mha_item_bytes(p->dtype), address = (int64_t)(uintptr_t)p->value.data | p->value.row * item;
+    int across_lines = tiles.align_values && address % (tiles.lanes * item);
+    return far || p->key.dtype != p->dtype || p->value.dtype != p->dtype || p->key.col != 1 || p->value.col != 1 ||
+           p->pages || p->value_dim % tiles.lanes || across_lines;
+}
+
+/* Panels of a task: several share copied blocks, or blocks that come from a farther cache, as long as each of many threads has
+ * tasks enough. */
+static int64_t panels_together(const mha_plan *plan, int far)
+{
+    const mha_params *p = plan->p;
+    int64_t panels = mha_divide_up(plan->rows, plan->kernels->tiles.panel), all = mha_saturating(plan->heads, panels);
+    int64_t most = mha_min(panels, MHA_PANELS_TOGETHER), threads = plan->threads;
+    if (copies_blocks(plan, far)) return threads > 1 ? mha_max(mha_min(all / (4 * threads), most), 1) : most;
+    int64_t key_bytes = p->head_dim * mha_item_bytes(p->key.dtype) + p->value_dim * mha_item_bytes(p->value.dtype);
+    int beyond_cache = mha_saturating(window_keys(p), key_bytes) >= MHA_CACHE_BYTES;
+    return beyond_cache && all >= 8 * MHA_PANELS_TOGETHER * threads ? most : 1;
+}
+
 void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
 {
     plan->p = p;
@@ -207,26 +240,16 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
     plan->group = p->num_kv_heads ? p->num_heads / p->num_kv_heads : 0;
     plan->rows = mha_saturating(p->q_len, plan->group);
     plan->few = plan->rows <= MHA_FEW_ROWS;
-    mha_tiles tiles = plan->kernels->tiles;
-    /* Rows at least 2 KiB apart of many keys meet in the same cache sets and in few pages of the TLB. */
-    int far =
-        (p->key.row * mha_item_bytes(p->key.dtype) >= 2048 || p->value.row * mha_item_bytes(p->value.dtype) >= 2048) &&
-        p->kv_len >= 4 * MHA_KEY_SPLIT && !plan->few;
-    int packs = far || p->key.dtype != p->dtype || p->value.dtype != p->dtype || p->key.col != 1 || p->value.col != 1 ||
-                p->pages || p->value_dim % tiles.lanes;
-    int64_t head_bytes = p->head_dim * mha_item_bytes(p->key.dtype) + p->value_dim * mha_item_bytes(p->value.dtype);
-    int64_t panels = plan->few ? 1 : mha_divide_up(plan->rows, tiles.panel);
     plan->heads = mha_saturating(plan->batches, p->num_kv_heads);
-    int shares = packs || (mha_saturating(window_keys(p), head_bytes) >= MHA_CACHE_BYTES &&
-                           mha_saturating(plan->heads, panels) >= 8 * MHA_PANELS_TOGETHER * (int64_t)threads);
-    int64_t together = shares && !plan->few ? mha_min(panels, MHA_PANELS_TOGETHER) : 1;
-    plan->rows_per_task = plan->few ? mha_max(plan->rows, 1) : mha_min(mha_max(plan->rows, 1), together * tiles.panel);
+    plan->threads = threads;
+    int far = lie_far_apart(plan);
+    int64_t most = plan->few ? plan->rows : panels_together(plan, far) * plan->kernels->tiles.panel;
+    plan->rows_per_task = mha_max(mha_min(plan->rows, most), 1);
     plan->row_tasks = mha_divide_up(plan->rows, plan->rows_per_task);
     plan->weight_row_tasks = p->weights.data ? mha_divide_up(weight_rows(plan), plan->rows_per_task) : 0;
     int unequal = right_side(p) >= 0 && p->window_left < 0 && !p->q_starts; /* later rows see more keys */
     plan->tail_heads = unequal ? mha_min(plan->heads, 4 * (int64_t)threads / mha_max(plan->row_tasks, 1)) : 0;
     plan->splits = task_splits(plan);
-    plan->threads = threads;
     plan->tasks = p->q_starts ? 0 : mha_saturating(plan->heads, plan->row_tasks);
     for (int64_t b = 0; p->q_starts && b < plan->batches; b++) plan->tasks += entry_tasks(plan, b);
     plan->split_tasks = plan->threads > 1 && plan->splits > 1 && plan->tasks < 4 * (int64_t)plan->threads;

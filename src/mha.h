@@ -83,6 +83,7 @@ typedef struct mha_layer {
 
 typedef struct mha_tiles {
     int lanes, panel, key_tile, row_tile, col_tile; /* numbers of queries, queries, keys, queries, columns */
+    int align_values;                               /* values that lie across cache lines are copied */
 } mha_tiles;
 
 /* Bytes that mha_forward needs for these parameters; -1 where that is beyond what can be addressed. */

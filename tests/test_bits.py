@@ -276,10 +276,10 @@ def test_in_any_memory(isa, attend, rng, dtype, queries):
 
 @DTYPE
 @pytest.mark.parametrize("width", [16, 32, 48])
-@pytest.mark.parametrize("queries", [3, 60])
-def test_wherever_rows_begin(isa, attend, rng, dtype, queries, width):
-    """At every place in a cache line: whole vectors of values may lie across two of them."""
-    query, key, value = qkv(rng, 1, 2, queries, 300, 20, value_width=width, dtype=dtype)
+@pytest.mark.parametrize("heads, queries", [(2, 3), (2, 60), (8, 200)])
+def test_wherever_rows_begin(isa, attend, rng, dtype, heads, queries, width):
+    """At every place in a cache line: whole vectors of values may lie across two of them; panels share a copy."""
+    query, key, value = qkv(rng, 1, heads, queries, 300, 20, value_width=width, dtype=dtype)
     want = attend(query, key, value, **OPTIONS)
     memory = np.full(value.size + 128 // value.itemsize, np.nan, dtype)
     start = -memory.ctypes.data % 64 // value.itemsize

@@ -245,10 +245,12 @@ def test_the_scores_are_never_held(attend, case, queries):
 
 
 def test_the_workspace_grows_with_neither_batch_nor_keys(attend):
-    """For one thread: the same tiles for 1 and for 64 heads, for 512 and for 8192 keys."""
+    """For one thread: the same tiles for 1 and for 64 heads, for 512 and for 8192 keys, all at a cache line."""
 
     def extra(heads, keys):
-        query, key = np.ones((heads, 64, 16), np.float32), np.ones((heads, keys, 16), np.float32)
+        query, memory = np.ones((heads, 64, 16), np.float32), np.ones(heads * keys * 16 + 16, np.float32)
+        begin = -memory.ctypes.data % 64 // memory.itemsize
+        key = memory[begin : begin + heads * keys * 16].reshape(heads, keys, 16)
         return peak(lambda: attend(query, key, key, num_threads=1)) - query.nbytes
 
     base = extra(1, 512)
