@@ -65,15 +65,16 @@ class Plan:
         key_row = case.num_hiddens if case.layout == "blhd" or case.kind == "layer" else case.head_dim
         far = key_row * self.item >= 2048 and case.kv_len >= 4 * config["key_split"] and not self.few
         # NumPy's large arrays begin 16 bytes behind a cache line, a layer's own on one.
-        across_lines = config["isa"] == "avx2" and case.kind != "layer"
+        across_lines = config["level"] == "avx2" and case.kind != "layer"
         copies = far or case.head_dim % self.lanes or across_lines
         large = case.kv_len * 2 * case.head_dim * self.item >= CONSTANTS["CACHE_BYTES"]
         panels, heads = divide_up(self.rows, self.panel), case.batch * case.kv_heads
-        most = min(panels, CONSTANTS["PANELS_TOGETHER"])
-        if copies:
-            together = max(min(heads * panels // (4 * threads), most), 1) if threads > 1 else most
-        else:
-            together = most if large and heads * panels >= 8 * CONSTANTS["PANELS_TOGETHER"] * threads else 1
+        together = min(panels, CONSTANTS["PANELS_TOGETHER"]) if copies or large else 1
+        while together > 1 and not (copies and threads == 1):
+            tasks = heads * divide_up(panels, together)
+            if tasks >= (4 if copies else 8) * threads and 16 * (-tasks % threads) <= tasks:
+                break
+            together -= 1
         self.rows_per_task = self.rows if self.few else min(self.rows, together * self.panel)
         self.row_tasks = divide_up(self.rows, self.rows_per_task)
         self.splits = max(divide_up(case.kv_len, config["key_split"]), 1)

@@ -215,17 +215,22 @@ static int copies_blocks(const mha_plan *plan, int far)
            p->pages || p->value_dim % tiles.lanes || across_lines;
 }
 
-/* Panels of a task: several share copied blocks, or blocks that come from a farther cache, as long as each of many threads has
- * tasks enough. */
+/* Panels of a task: several share copied blocks, or blocks that come from a farther cache, as long as many threads have tasks
+ * enough, more for the lesser gain, and hardly one is idle while the others do their last. */
 static int64_t panels_together(const mha_plan *plan, int far)
 {
     const mha_params *p = plan->p;
-    int64_t panels = mha_divide_up(plan->rows, plan->kernels->tiles.panel), all = mha_saturating(plan->heads, panels);
-    int64_t most = mha_min(panels, MHA_PANELS_TOGETHER), threads = plan->threads;
-    if (copies_blocks(plan, far)) return threads > 1 ? mha_max(mha_min(all / (4 * threads), most), 1) : most;
+    int64_t panels = mha_divide_up(plan->rows, plan->kernels->tiles.panel), threads = plan->threads;
     int64_t key_bytes = p->head_dim * mha_item_bytes(p->key.dtype) + p->value_dim * mha_item_bytes(p->value.dtype);
-    int beyond_cache = mha_saturating(window_keys(p), key_bytes) >= MHA_CACHE_BYTES;
-    return beyond_cache && all >= 8 * MHA_PANELS_TOGETHER * threads ? most : 1;
+    int copies = copies_blocks(plan, far), beyond_cache = mha_saturating(window_keys(p), key_bytes) >= MHA_CACHE_BYTES;
+    int64_t most = copies || beyond_cache ? mha_min(panels, MHA_PANELS_TOGETHER) : 1,
+            enough = (copies ? 4 : 8) * threads;
+    for (; most > 1 && !(copies && threads == 1); most--) {
+        int64_t tasks = mha_saturating(plan->heads, mha_divide_up(panels, most));
+        int64_t idle = (threads - tasks % threads) % threads;
+        if (tasks >= enough && 16 * idle <= tasks) break;
+    }
+    return mha_max(most, 1);
 }
 
 void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
