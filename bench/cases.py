@@ -21,6 +21,14 @@ def dtype_of(name):
     return np.dtype(name)
 
 
+def placed(shape, dtype, behind):
+    """An array, its numbers not set, that begins this many bytes behind a cache line."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 64, np.uint8)
+    start = (behind - memory.ctypes.data) % 64
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
 @dataclass(frozen=True)
 class Case:
     """One call. `num_kv_heads` 0 means as many as num_heads.
