@@ -1,9 +1,9 @@
 """What many cores would make of a call: `python -m bench.scaling [--write docs/scaling.md]`.
 
-The tasks of src/mha.c and src/layer.c in their order, their sizes measured here on one thread, are given to 4 to 128
-threads as the dynamic schedule gives them. The simulation knows waiting (phases that end in a barrier, a last task that
-still runs) and the counter that hands out tasks one at a time. It does not know shared memory bandwidth; the second
-table says how much of that a row needs.
+The tasks of src/mha.c, as it plans them, and of src/layer.c in their order, their sizes measured here on one thread,
+are given to 4 to 128 threads as the dynamic schedule gives them. The simulation knows waiting (phases that end in a
+barrier, a last task that still runs) and the counter that hands out tasks one at a time. It does not know shared memory
+bandwidth; the second table says how much of that a row needs.
 """
 
 import argparse
@@ -18,11 +18,12 @@ from pathlib import Path
 import numpy as np
 
 import mha_fast
-from bench.cases import CASES
+from bench.cases import CASES, placed
 from bench.contestants import of_module
 from bench.fill import fill, markdown_table
 from bench.machine import environment, one_line
 from bench.workers import seconds
+from mha_fast import _core
 
 THREADS = (4, 8, 16, 32, 64, 128)
 ENOUGH = 8  # tasks a thread
@@ -33,12 +34,10 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 
 def constants():
-    """Task sizes that the driver fixes, from its source."""
-    layer, kernels = ((SOURCE / name).read_text() for name in ("layer.c", "kernels.h"))
-    found = {name: re.search(rf"\b{name} = (\d+)", layer) for name in ("ROWS", "COLUMN_TILES", "PACK_ROWS")}
-    for name in ("PANELS_TOGETHER", "CACHE_BYTES"):
-        found[name] = re.search(rf"\bMHA_{name} (\d+)", kernels)
-    return {name: int(match[1]) for name, match in found.items()}
+    """Sizes of a layer's other tasks, from its source."""
+    layer = (SOURCE / "layer.c").read_text()
+    names = ("ROWS", "COLUMN_TILES", "PACK_ROWS")
+    return {name: int(re.search(rf"\b{name} = (\d+)", layer)[1]) for name in names}
 
 
 CONSTANTS = constants()
@@ -48,7 +47,29 @@ def divide_up(a, b):
     return -(-a // b)
 
 
-# ---- the plan, as in mha_make_plan and make_layer_plan
+# ---- the plan: of attention the driver's own, of a layer's other tasks as in make_layer_plan
+
+
+def layer_heads(case):
+    """Heads as a layer's projection leaves them: at a cache line, rows an odd number of lines apart."""
+    line = 64 // np.dtype(case.dtype).itemsize
+    row = (divide_up(case.num_hiddens, line) | 1) * line
+    joined = placed((case.batch, case.q_len, row), case.dtype, 0)[..., : case.num_hiddens]
+    return joined.reshape(case.batch, case.q_len, case.num_heads, case.head_dim)
+
+
+def planned_call(case):
+    """Arrays and options of the case's attention, as far as its plan depends on them: on no number, but on addresses.
+
+    NumPy's large arrays begin 16 bytes behind a cache line.
+    """
+    if case.kind == "layer":
+        return [layer_heads(case)] * 3, {"layout": "blhd"}
+    sizes = [(case.num_heads, case.q_len), (case.kv_heads, case.kv_len), (case.kv_heads, case.kv_len)]
+    sizes = [size if case.layout == "bhld" else size[::-1] for size in sizes]
+    inputs = [placed((case.batch, *size, case.head_dim), case.dtype, 16) for size in sizes]
+    causal = {"is_causal": case.is_causal} if case.is_causal else {}
+    return inputs, causal | {"layout": case.layout, "enable_gqa": True}
 
 
 class Plan:
@@ -56,36 +77,15 @@ class Plan:
 
     def __init__(self, case, config, threads):
         self.case, self.config = case, config
-        tiles = config["tiles"][case.dtype]
-        self.panel, self.lanes, self.col_tile = tiles["panel"], tiles["lanes"], tiles["col_tile"]
+        self.col_tile = config["tiles"][case.dtype]["col_tile"]
         self.item = np.dtype(case.dtype).itemsize
         self.group = case.num_heads // case.kv_heads
         self.rows = case.q_len * self.group
-        self.few = self.rows <= config["few_rows"]
-        key_row = case.num_hiddens if case.layout == "blhd" or case.kind == "layer" else case.head_dim
-        far = key_row * self.item >= 2048 and case.kv_len >= 4 * config["key_split"] and not self.few
-        # NumPy's large arrays begin 16 bytes behind a cache line, a layer's own on one.
-        across_lines = config["level"] == "avx2" and case.kind != "layer"
-        copies = far or case.head_dim % self.lanes or across_lines
-        large = case.kv_len * 2 * case.head_dim * self.item >= CONSTANTS["CACHE_BYTES"]
-        panels, heads = divide_up(self.rows, self.panel), case.batch * case.kv_heads
-        together = min(panels, CONSTANTS["PANELS_TOGETHER"]) if copies or large else 1
-        while together > 1 and not (copies and threads == 1):
-            tasks = heads * divide_up(panels, together)
-            if tasks >= (4 if copies else 8) * threads and 16 * (-tasks % threads) <= tasks:
-                break
-            together -= 1
-        self.rows_per_task = self.rows if self.few else min(self.rows, together * self.panel)
-        self.row_tasks = divide_up(self.rows, self.rows_per_task)
-        self.splits = max(divide_up(case.kv_len, config["key_split"]), 1)
-        whole = case.batch * case.kv_heads * self.row_tasks
-        tasks = whole * self.splits if self.splits_keys(whole, threads) else whole
-        self.tail = min(heads, 4 * threads // self.row_tasks) if case.is_causal else 0
-        self.threads = threads if case.kind == "layer" else min(threads, tasks)
-        self.split = self.splits_keys(whole, self.threads)
-
-    def splits_keys(self, tasks, threads):
-        return threads > 1 and self.splits > 1 and tasks < 4 * threads
+        inputs, options = planned_call(case)
+        plan = _core.plan_of(*inputs, **options, num_threads=threads)
+        self.rows_per_task, self.row_tasks, self.splits = plan["rows_per_task"], plan["row_tasks"], plan["splits"]
+        self.tail, self.split = plan["tail_heads"], plan["split_tasks"]
+        self.threads = threads if case.kind == "layer" else plan["threads"]  # a layer has more than these tasks
 
     def row_groups(self):
         """(batch entry, first row, rows, keys that its last row sees) of each whole task, in the driver's order."""

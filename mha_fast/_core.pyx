@@ -47,8 +47,10 @@ from mha_fast._mha cimport (
     mha_openmp_version,
     mha_params,
     mha_pause_threads,
+    mha_plan_of,
     mha_status,
     mha_tanh,
+    mha_task_plan,
     mha_tiles,
     mha_workspace_bytes,
 )
@@ -268,20 +270,26 @@ cdef object open_lse(mha_params *p, call, tuple shape):
     return lse
 
 
-def attend(call):
-    """The result of a validated call (`_validate.Call`)."""
-    cdef mha_params p
-    cdef cnp.ndarray query = call.query, key = call.key, value = call.value, out, weights, chosen
+cdef int fill_call(mha_params *p, call) except -1:
+    """Describe all of a validated call (`_validate.Call`) but its results; gives the number of leading axes."""
+    cdef cnp.ndarray query = call.query, key = call.key, value = call.value
     cdef int lead = cnp.PyArray_NDIM(query) - 3
-    leave_out(&p)
-    fill_sizes(&p, query, key, value, lead, lead, lead + 1)
-    fill_options(&p, call, call, lead)
+    leave_out(p)
+    fill_sizes(p, query, key, value, lead, lead, lead + 1)
+    fill_options(p, call, call, lead)
     if call.mask is not None:
         fill(&p.mask, call.mask, lead, lead, lead + 1, lead + 2)
     if call.lengths is not None:
         fill(&p.lengths, call.lengths, lead, -1, lead, -1)
     fill(&p.offset, call.offset, lead, -1, -1, -1)
+    return lead
 
+
+def attend(call):
+    """The result of a validated call (`_validate.Call`)."""
+    cdef mha_params p
+    cdef cnp.ndarray out, weights, chosen
+    cdef int lead = fill_call(&p, call)
     result = np.empty(call.shape, call.dtype) if call.out_object is None else call.out_object
     out = call.out if call.out_object is not None else _validate.heads_first(result, call.layout)
     fill(&p.out, out, lead, lead, lead + 1, lead + 2)
@@ -303,6 +311,19 @@ def attend(call):
         results.append(weights if call.num_head_axes else weights[0])
     run(&p)
     return tuple(results) if len(results) > 1 else result
+
+
+def plan_of(query, key, value, **options):
+    """How the core cuts this call of `scaled_dot_product_attention`, a mha_task_plan as a dict; nothing is computed."""
+    cdef mha_params p
+    cdef mha_task_plan plan
+    call = _validate.attention_call(query, key, value, **options)
+    cdef int lead = fill_call(&p, call)
+    # where the result goes does not matter, only what it is
+    result = np.empty((1,) * (lead + 3), call.dtype)
+    fill(&p.out, result, lead, lead, lead + 1, lead + 2)
+    check(mha_plan_of(&p, &plan))
+    return plan
 
 
 # ---- packed sequences and caches

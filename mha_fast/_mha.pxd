@@ -63,9 +63,14 @@ cdef extern from "mha.h" nogil:
     ctypedef struct mha_tiles:
         int lanes, panel, key_tile, row_tile, col_tile
 
+    ctypedef struct mha_task_plan:
+        int64_t rows_per_task, row_tasks, splits, tail_heads, tasks
+        int split_tasks, threads
+
     int64_t mha_workspace_bytes(const mha_params *params) noexcept
     mha_status mha_forward(const mha_params *params, void *workspace, int64_t workspace_bytes) noexcept
     double mha_estimated_ns(const mha_params *params) noexcept
+    mha_status mha_plan_of(const mha_params *params, mha_task_plan *tasks) noexcept
     int64_t mha_layer_workspace_bytes(const mha_layer *layer) noexcept
     mha_status mha_layer_forward(const mha_layer *layer, void *workspace, int64_t workspace_bytes) noexcept
     double mha_layer_estimated_ns(const mha_layer *layer) noexcept

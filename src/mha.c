@@ -728,6 +728,21 @@ mha_status mha_forward(const mha_params *params, void *workspace, int64_t worksp
     return MHA_OK;
 }
 
+mha_status mha_plan_of(const mha_params *params, mha_task_plan *tasks)
+{
+    mha_plan plan;
+    mha_status status = plan_call(&plan, params);
+    if (status != MHA_OK) return status;
+    *tasks = (mha_task_plan){.rows_per_task = plan.rows_per_task,
+                             .row_tasks = plan.row_tasks,
+                             .splits = plan.splits,
+                             .tail_heads = plan.tail_heads,
+                             .tasks = plan.tasks,
+                             .split_tasks = plan.split_tasks,
+                             .threads = plan.threads};
+    return MHA_OK;
+}
+
 /* ---- the build and its runtime */
 
 const char *mha_compiler(void)

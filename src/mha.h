@@ -86,6 +86,13 @@ typedef struct mha_tiles {
     int align_values;                               /* values that lie across cache lines are copied */
 } mha_tiles;
 
+/* How a call is cut: row_tasks tasks of at most rows_per_task rows (q_len * group) for each key/value head of each batch entry,
+ * with split_tasks times the splits of its keys. Of the last tail_heads heads, tasks come by row group. */
+typedef struct mha_task_plan {
+    int64_t rows_per_task, row_tasks, splits, tail_heads, tasks;
+    int split_tasks, threads;
+} mha_task_plan;
+
 /* Bytes that mha_forward needs for these parameters; -1 where that is beyond what can be addressed. */
 int64_t mha_workspace_bytes(const mha_params *params);
 mha_status mha_forward(const mha_params *params, void *workspace, int64_t workspace_bytes);
@@ -93,6 +100,8 @@ mha_status mha_forward(const mha_params *params, void *workspace, int64_t worksp
 double mha_estimated_ns(const mha_params *params);
 /* Below this much work on one thread, waking others costs more than it gains: the call stays on the calling thread. */
 #define MHA_INLINE_NS 10e3
+/* The tasks and threads of mha_forward for these parameters; of arrays only q_starts and k_starts are read. */
+mha_status mha_plan_of(const mha_params *params, mha_task_plan *tasks);
 
 /* The same for a layer. */
 int64_t mha_layer_workspace_bytes(const mha_layer *layer);

@@ -16,7 +16,7 @@ import pytest
 from conftest import CONFIG, draw, qkv
 
 import mha_fast
-from mha_fast import _config
+from mha_fast import _config, _core
 
 PARALLEL = pytest.mark.skipif(not CONFIG["openmp"], reason="this build has no OpenMP")
 TASKS = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc/self/task")
@@ -38,6 +38,42 @@ def python(code, *arguments, **environment):
     if done.returncode:
         return done.stderr.strip().splitlines()[-1]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+# ---------------------------------------------------------------- tasks
+
+
+def unread(*shape):
+    """An array of any size that takes no memory."""
+    return np.broadcast_to(np.float32(0), shape)
+
+
+@pytest.mark.parametrize("num_threads", [1, 4, 128])
+@pytest.mark.parametrize("is_causal", [False, "lower_right"])
+@pytest.mark.parametrize("q_len, kv_len", [(1, 4096), (7, 300), (197, 197), (512, 512), (2048, 8192)])
+def test_a_plan_covers_the_rows_of_every_head(q_len, kv_len, is_causal, num_threads):
+    query, key = unread(2, 6, q_len, 64), unread(2, 3, kv_len, 64)
+    plan = _core.plan_of(query, key, key, enable_gqa=True, is_causal=is_causal, num_threads=num_threads)
+    heads, rows = 2 * 3, q_len * 2
+    assert (plan["row_tasks"] - 1) * plan["rows_per_task"] < rows <= plan["row_tasks"] * plan["rows_per_task"]
+    assert plan["splits"] == -(-kv_len // CONFIG["key_split"])
+    assert plan["tasks"] == heads * plan["row_tasks"] * (plan["splits"] if plan["split_tasks"] else 1)
+    assert 1 <= plan["threads"] <= min(num_threads, plan["tasks"])
+    assert plan["tail_heads"] <= (heads if is_causal else 0)
+    if num_threads == 1:
+        assert not plan["split_tasks"]
+
+
+def test_splits_of_a_long_cache_are_tasks_where_heads_are_few():
+    query, key = unread(1, 1, 64), unread(1, 8 * CONFIG["key_split"], 64)
+    for num_threads, tasks, threads in ((1, 1, 1), (4, 8, 4), (64, 8, 8)):
+        plan = _core.plan_of(query, key, key, num_threads=num_threads)
+        assert (plan["tasks"], plan["threads"], plan["splits"]) == (tasks, threads, 8)
+        assert plan["split_tasks"] == (num_threads > 1)
+
+
+def test_a_short_call_stays_on_its_thread():
+    assert _core.plan_of(unread(4, 2, 8), unread(4, 3, 8), unread(4, 3, 8), num_threads=8)["threads"] == 1
 
 
 # ---------------------------------------------------------------- many callers
