@@ -135,20 +135,19 @@ def label(name):
 
 
 def lengths_picture(results, folder):
-    """Fraction of the FMA peak, the best one measured in the whole run, by sequence length."""
-    depths, peak = {}, 0.0
+    """Fraction of the FMA peak by sequence length."""
+    depths = {}
     for row in results["rows"]:
         what, length, *depth = row["name"].split("-")
         if what == "prefill" and depth in (["d64"], ["d128"]) and "limit_seconds" in row:
             depths.setdefault(depth[0], []).append((int(length), row))
-            peak = max(peak, *(limits["fma"] for limits in row["limits"]))
     depths = {depth: sorted(rows, key=lambda x: x[0]) for depth, rows in depths.items() if len(rows) > 1}
     if not depths:
         return None
     drawn, axes = figure(results, "Attention, float32: fraction of the FMA peak", columns=len(depths))
     for ax, (depth, rows) in zip(axes, depths.items(), strict=True):
         for name in results["contestants"]:
-            points = [(n, row["flops"] / medians(row)[name] / peak / 1e9) for n, row in rows if name in row["seconds"]]
+            points = [(n, share(row, medians(row)[name])) for n, row in rows if name in row["seconds"]]
             if points:
                 ax.plot(*zip(*points, strict=True), marker="o", color=COLOURS[name], label=label(name))
         ax.set_xscale("log", base=2)
