@@ -3,10 +3,10 @@
  * summed in an order that depends on neither the number of rows nor the tile.
  */
 
-/* How many bytes of keys and values are asked for before their turn. */
+/* How many bytes before their turn keys and values are prefetched. */
 enum { FN(few_lead) = 8192 };
 
-/* Whether they are. One row of the compute dtype has so little arithmetic that this gains only where a long head lies in one
+/* Whether keys and values are prefetched. One row of the compute dtype has so little arithmetic that this gains only where a long head lies in one
  * piece. */
 static int FN(few_asks)(const mha_task *task)
 {
@@ -60,8 +60,8 @@ MHA_INLINE VEC FN(load_depth_n)(const mha_dtype storage, const char *row, int64_
 #endif
 }
 
-/* scores[row][key] of a tile of rows x keys (1 to 4; 4 are written, by four rows that take two keys at a time 2). key: of dtype
- * storage, converted in registers (pairs are not), once for all rows. rows, keys, storage: constants once inlined. */
+/* scores[row][key] of a tile of rows x keys (1 to 4). Four scores a row are written, two by four rows that take two keys at a
+ * time: rows of scores have room for them. key: of dtype storage, converted in registers (pairs are not), once for all rows. rows, keys, storage: constants once inlined. */
 MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype storage, const REAL *RESTRICT query,
                              int64_t query_row, const char *RESTRICT key, int64_t key_row, int64_t head_dim,
                              FN(asking) *next, REAL *RESTRICT scores, int64_t score_row)
@@ -103,7 +103,7 @@ MHA_INLINE void FN(dot_rows)(const int rows, const mha_dtype storage, const REAL
                              int64_t score_row)
 {
     const int64_t item = mha_item_bytes(storage), row_bytes = head_dim * item;
-    if (count * row_bytes <= FN(few_lead)) asks = 0; /* there the division takes longer */
+    if (count * row_bytes <= FN(few_lead)) asks = 0; /* so few that the division below takes longer */
     int64_t ahead = asks ? FN(few_lead) / mha_max(row_bytes, 64) : 0;
     const int keys = rows > 2 ? V(few_keys) : 4;
     const int64_t step = keys * FN(few_numbers) * item, line = step < 64 ? step : 64;
@@ -307,12 +307,12 @@ static void FN(few_softmax)(FN(scratch) *s, int64_t rows, int64_t count, const R
 }
 
 MHA_INLINE void FN(few_output_of)(const mha_dtype storage, const mha_task *task, FN(scratch) *s, const REAL *weights,
-                                  const mha_rows *values, int64_t count, FN(state) *state, int first)
+                                  const REAL *alphas, const mha_rows *values, int64_t count, FN(state) *state, int first)
 {
     int64_t cols = task->value_dim, score_row = s->score_row, row = values->row;
     int asks = FN(few_asks)(task);
     for (int64_t r = 0, left; (left = task->num_rows - r) > 0;) {
-        const REAL *from = weights + r * score_row, *alpha = s->alpha + r;
+        const REAL *from = weights + r * score_row, *alpha = alphas + r;
         REAL *out = state->out + r * s->out_row;
         /* four rows where they need no narrower column tiles than two, or where registers are few anyway */
         int four = V(few_rows) >= 4 && left >= 4 && (V(col_vecs) == 2 || cols <= V(col_vecs) * V(lanes));
@@ -326,46 +326,46 @@ MHA_INLINE void FN(few_output_of)(const mha_dtype storage, const mha_task *task,
     }
 }
 
-/* The output moves on by one block. The weights are multiplied by the scales of the values; their sum is not. */
-static void FN(few_output)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
-                           int careful)
+/* The output moves on by the keys of a block or of a part of one, whose weights are multiplied by the scales of the values; their
+ * sum is not. weights: [row][score_row] from the first of these keys on. */
+static void FN(few_output)(const mha_task *task, FN(scratch) *s, const FN(block) *block, REAL *weights, const REAL *alphas,
+                           FN(state) *state, int first, int careful)
 {
     const mha_rows *values = &block->values;
-    const REAL *weights = values->scale ? s->scaled : s->scores;
+    const REAL *scaled = values->scale ? s->scaled : weights;
     for (int64_t r = 0; values->scale && r < task->num_rows; r++)
-        FN(scale_keys)(s->scaled + r * s->score_row, s->scores + r * s->score_row, values->scale, values->scale_row,
+        FN(scale_keys)(s->scaled + r * s->score_row, weights + r * s->score_row, values->scale, values->scale_row,
                        block->count, careful);
 #if PAIRS
-    for (int64_t r = 0; r < task->num_rows; r++) FN(pack_weights)(s->scores + r * s->score_row, block->count);
+    for (int64_t r = 0; r < task->num_rows; r++) FN(pack_weights)(weights + r * s->score_row, block->count);
 #endif
     if (FN(few_reads)(REAL_DTYPE) && values->dtype == REAL_DTYPE)
-        FN(few_output_of)(REAL_DTYPE, task, s, weights, values, block->count, state, first);
+        FN(few_output_of)(REAL_DTYPE, task, s, scaled, alphas, values, block->count, state, first);
     else if (FN(few_reads)(MHA_F16) && values->dtype == MHA_F16)
-        FN(few_output_of)(MHA_F16, task, s, weights, values, block->count, state, first);
+        FN(few_output_of)(MHA_F16, task, s, scaled, alphas, values, block->count, state, first);
     else if (FN(few_reads)(MHA_BF16) && values->dtype == MHA_BF16)
-        FN(few_output_of)(MHA_BF16, task, s, weights, values, block->count, state, first);
+        FN(few_output_of)(MHA_BF16, task, s, scaled, alphas, values, block->count, state, first);
     else if (FN(few_reads)(MHA_I8))
-        FN(few_output_of)(MHA_I8, task, s, weights, values, block->count, state, first);
+        FN(few_output_of)(MHA_I8, task, s, scaled, alphas, values, block->count, state, first);
 }
+
+_Static_assert(!PAIRS || V(few_part) >= MHA_KEY_BLOCK, "weights become pairs a whole block at a time");
 
 /* The same in parts, whose rows of values stay in the nearest cache while their columns are gone through one tile after the other.
  * The borders are the same for all rows, widths and dtypes, and so is the order of summation. */
 static void FN(few_output_parts)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
                                  int careful)
 {
-    REAL *scores = s->scores, *alpha = s->alpha, unchanged[] = {1, 1, 1, 1, 1, 1, 1, 1};
+    REAL unchanged[MHA_FEW_ROWS];
+    for (int64_t r = 0; r < MHA_FEW_ROWS; r++) unchanged[r] = 1;
     FN(block) part = *block;
-    for (int64_t left = block->count; left > 0; left -= part.count) {
-        part.count = mha_min(left, V(few_part) - part.first % V(few_part));
-        FN(few_output)(task, s, &part, state, first && left == block->count, careful);
-        part.first += part.count;
-        part.values.data += part.count * part.values.row * mha_item_bytes(part.values.dtype);
-        if (part.values.scale) part.values.scale += part.count * part.values.scale_row;
-        s->scores += part.count;
-        s->alpha = unchanged;
+    for (int64_t done = 0; done < block->count; done += part.count) {
+        part.first = block->first + done;
+        part.count = mha_min(block->count - done, V(few_part) - part.first % V(few_part));
+        part.values.data = block->values.data + done * block->values.row * mha_item_bytes(block->values.dtype);
+        if (part.values.scale) part.values.scale = block->values.scale + done * block->values.scale_row;
+        FN(few_output)(task, s, &part, s->scores + done, done ? unchanged : s->alpha, state, first && !done, careful);
     }
-    s->scores = scores;
-    s->alpha = alpha;
 }
 
 /* The scores of all rows against a block, hidden ones -inf, and their maxima. */
@@ -392,7 +392,7 @@ static void FN(few_block)(const mha_task *task, FN(scratch) *s, const FN(block) 
     if (V(few_part) < MHA_KEY_BLOCK)
         FN(few_output_parts)(task, s, block, state, first, careful);
     else
-        FN(few_output)(task, s, block, state, first, careful);
+        FN(few_output)(task, s, block, s->scores, s->alpha, state, first, careful);
     FN(run) all = {0, count};
     if (careful)
         FN(add_non_finite)(task, task->rows, rows, block->first, &all, 1, s->scores, s->score_row, 1, PAIRS, state->out,
@@ -424,11 +424,9 @@ static void FN(pack_few_queries)(const mha_task *task, FN(scratch) *s)
 #else
     VEC scale = V(set1)((REAL)task->scale);
     int64_t head_dim = task->head_dim;
-    int in_place = task->query_dtype == REAL_DTYPE && task->query_col == 1;
     for (int64_t r = 0; r < task->num_rows; r++) {
         REAL *query = s->query[0] + r * s->few_row;
-        const REAL *from = in_place ? (const REAL *)task->rows[r].query : s->converted;
-        if (!in_place) FN(convert)(s->converted, task->rows[r].query, task->query_dtype, task->query_col, head_dim);
+        const REAL *from = FN(query_row)(task, task->rows + r, s->converted);
         int64_t e = 0;
         for (; e + V(lanes) <= head_dim; e += V(lanes)) V(store)(query + e, V(mul)(V(load)(from + e), scale));
         if (e < head_dim) V(store)(query + e, V(mul)(V(load_n)(from + e, head_dim - e), scale));

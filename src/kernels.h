@@ -16,13 +16,14 @@
 /* Keys are left out from the front of a block in steps of this: no sum over keys that is made of parts then changes. */
 #define MHA_KEY_STEP 16
 /* Panels of a task that go through the key blocks together: they share a block's packed copy, or read it again from the
- * nearer cache where a head's keys and values are more than that holds. */
+ * nearer cache where a head's keys and values are more than that holds, the second-level cache of a core of today. */
 #define MHA_PANELS_TOGETHER 4
 #define MHA_CACHE_BYTES 1048576
 
 static inline int64_t mha_min(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t mha_max(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t mha_divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+static inline int mha_is_real(mha_dtype dtype) { return dtype == MHA_F32 || dtype == MHA_F64; }
 static inline int64_t mha_item_bytes(mha_dtype dtype)
 {
     static const unsigned char bytes[] = {[MHA_F32] = 4, [MHA_F64] = 8,  [MHA_BOOL] = 1, [MHA_I64] = 8,
@@ -30,7 +31,7 @@ static inline int64_t mha_item_bytes(mha_dtype dtype)
     return bytes[dtype];
 }
 static inline int64_t mha_round_up(int64_t n, int64_t unit) { return mha_divide_up(n, unit) * unit; }
-/* Where the block of a key ends, or before it the keys do. */
+/* The key behind the last of a key's block, or the number of keys where those end before. */
 static inline int64_t mha_block_end(int64_t key, int64_t keys)
 {
     return mha_min(keys, (key / MHA_KEY_BLOCK + 1) * MHA_KEY_BLOCK);
@@ -41,14 +42,14 @@ static inline int64_t mha_next_tile(int64_t left, int64_t whole)
     return left >= whole ? whole : left >= 4 ? 4 : left >= 2 ? 2 : 1;
 }
 
-/* Rows of one head; strides in elements. page: from one page to the next, where rows lie in pages. */
+/* Rows of one head; strides in elements. */
 typedef struct mha_matrix {
     const char *data;
     mha_dtype dtype;
     int64_t row, col;
     const float *scale; /* of each row, scale_row elements apart; NULL: none */
     int64_t scale_row;
-    int64_t page, scale_page; /* from one page to the next, where rows lie in pages */
+    int64_t page, scale_page; /* from one page's first row to the next one's, where rows lie in pages */
 } mha_matrix;
 
 /* Rows of a key block as a kernel reads them: columns next to each other, evenly spaced. */
@@ -161,7 +162,7 @@ enum { MHA_PAIRS = 2 };
 /* Tables for float32 and float64, indexed by mha_dtype, and one for bfloat16 in all three inputs where the level multiplies
  * pairs of them, else NULL. */
 typedef const mha_kernels *const mha_kernel_tables[3];
-extern mha_kernel_tables mha_kernels_scalar, mha_kernels_neon, mha_kernels_avx2, mha_kernels_avx512,
-    mha_kernels_avx512_bf16;
+#define MHA_KERNELS_OF(LEVEL, level) extern mha_kernel_tables mha_kernels_##level;
+MHA_LEVELS(MHA_KERNELS_OF)
 
 #endif

@@ -71,13 +71,13 @@ static void open_map(layer_plan *plan, map *map, const mha_linear *linear, int64
     map->column_blocks = mha_divide_up(map->column_tiles, COLUMN_TILES);
     map->packed = NULL;
     map->out_row = spread(plan, linear->cols);
-    map->out_batch = linear->len * map->out_row;
+    map->out_batch = mha_saturating(linear->len, map->out_row);
     int packs = map->rows >= PACK_ROWS || !reads_in_place(&linear->weight, plan->attention.dtype);
-    /* + 1: a packed weight of no bytes is still packed */
-    int64_t columns = map->column_tiles * plan->col_tile;
-    int64_t bytes = mha_saturating(mha_saturating(columns, linear->depth), plan->item);
-    if (packs) map->packed = take(plan, bytes == INT64_MAX ? bytes : bytes + 1);
-    if (!packs) map->column_tiles = 0; /* nothing to pack */
+    int64_t packed = mha_saturating(mha_saturating(map->column_tiles, plan->col_tile), linear->depth);
+    if (packs)
+        map->packed = take(plan, mha_saturating(packed, plan->item));
+    else
+        map->column_tiles = 0; /* nothing to pack */
 }
 
 /* The result of a projection as an array of heads. */
@@ -88,14 +88,29 @@ static mha_array heads_of(const layer_plan *plan, const map *map, int64_t depth)
     return a;
 }
 
+/* What the plan of the maps takes for granted; the attention between them is checked when it is planned. */
+static mha_status check_layer(const mha_layer *layer, const mha_linear *const linears[MAPS])
+{
+    const mha_params *p = &layer->attention;
+    if (!mha_isa_built(p->isa)) return MHA_ERR_ISA;
+    if (!mha_is_real(p->dtype)) return MHA_ERR_DTYPE;
+    if (p->lead_ndim != 1 || p->lead_shape[0] < 0 || p->num_threads < 1) return MHA_ERR_SHAPE;
+    for (int m = 0; m < MAPS; m++) {
+        if (linears[m]->len < 0 || linears[m]->depth < 0 || linears[m]->cols < 0) return MHA_ERR_SHAPE;
+        if (!mha_is_real(linears[m]->weight.dtype)) return MHA_ERR_DTYPE;
+        if (m != OUT && !mha_is_real(linears[m]->x.dtype)) return MHA_ERR_DTYPE;
+    }
+    return MHA_OK;
+}
+
 /* The layer over memory, NULL to learn the size. */
 static mha_status make_layer_plan(layer_plan *plan, const mha_layer *layer, char *memory)
 {
     const mha_linear *linears[MAPS] = {&layer->query, &layer->key, &layer->value, &layer->output};
     mha_params *p = &plan->attention;
+    mha_status status = check_layer(layer, linears);
+    if (status != MHA_OK) return status;
     *p = layer->attention;
-    if (!mha_isa_built(p->isa)) return MHA_ERR_ISA;
-    if (p->lead_ndim != 1 || p->num_threads < 1) return MHA_ERR_SHAPE;
     plan->memory = memory;
     plan->bytes = 0;
     plan->item = mha_item_bytes(p->dtype);
@@ -124,12 +139,12 @@ static mha_status make_layer_plan(layer_plan *plan, const mha_layer *layer, char
     p->out.data = attended;
     p->out.head = p->value_dim;
     p->out.row = attended_row;
-    p->out.lead[0] = out->linear.len * attended_row;
+    p->out.lead[0] = mha_saturating(out->linear.len, attended_row);
     out->linear.x = p->out;
     out->out = layer->out.data;
     out->out_row = layer->out.row;
     out->out_batch = layer->out.lead[0];
-    mha_status status = mha_check(p);
+    status = mha_check(p);
     if (status != MHA_OK) return status;
     mha_make_plan(&plan->plan, p, plan->threads);
     plan->kernels = plan->plan.kernels;

@@ -19,32 +19,16 @@
 
 /* ---- levels */
 
+/* MHA_HAVE_<LEVEL>: 1 where the level is built, else 0; the build says it of every level. */
+#define KERNELS_1(kernels) kernels
+#define KERNELS_0(kernels) NULL
+#define KERNELS_IF(built, kernels) MHA_JOIN(KERNELS_, built)(kernels)
+#define MHA_JOIN(a, b) a##b
+#define LEVEL_OF(LEVEL, level) [MHA_ISA_##LEVEL] = {#level, KERNELS_IF(MHA_HAVE_##LEVEL, mha_kernels_##level)},
 static const struct level {
     const char *name;
     const mha_kernels *const *kernels;
-} levels[MHA_ISA_COUNT] = {
-    [MHA_ISA_SCALAR] = {"scalar", mha_kernels_scalar},
-#ifdef MHA_HAVE_NEON
-    [MHA_ISA_NEON] = {"neon", mha_kernels_neon},
-#else
-    [MHA_ISA_NEON] = {"neon", NULL},
-#endif
-#ifdef MHA_HAVE_AVX2
-    [MHA_ISA_AVX2] = {"avx2", mha_kernels_avx2},
-#else
-    [MHA_ISA_AVX2] = {"avx2", NULL},
-#endif
-#ifdef MHA_HAVE_AVX512
-    [MHA_ISA_AVX512] = {"avx512", mha_kernels_avx512},
-#else
-    [MHA_ISA_AVX512] = {"avx512", NULL},
-#endif
-#ifdef MHA_HAVE_AVX512_BF16
-    [MHA_ISA_AVX512_BF16] = {"avx512_bf16", mha_kernels_avx512_bf16},
-#else
-    [MHA_ISA_AVX512_BF16] = {"avx512_bf16", NULL},
-#endif
-};
+} levels[MHA_ISA_COUNT] = {MHA_LEVELS(LEVEL_OF)};
 
 static int is_level(mha_isa isa) { return (int)isa >= 0 && isa < MHA_ISA_COUNT; }
 const char *mha_isa_name(mha_isa isa) { return is_level(isa) ? levels[isa].name : NULL; }
@@ -115,21 +99,20 @@ static int64_t layout(mha_plan *plan)
     return plan->order_bytes + states + scratch + 64;
 }
 
-static int is_real(mha_dtype dtype) { return dtype == MHA_F32 || dtype == MHA_F64; }
 static int is_half(mha_dtype dtype) { return dtype == MHA_F16 || dtype == MHA_BF16; }
 /* Integers only with their scales, and scales only with integers. */
 static int is_cached(const mha_array *a, const mha_array *scale)
 {
     if (scale->data) return a->dtype == MHA_I8 && scale->dtype == MHA_F32;
-    return is_real(a->dtype) || is_half(a->dtype);
+    return mha_is_real(a->dtype) || is_half(a->dtype);
 }
 
 static mha_status check_dtypes(const mha_params *p)
 {
-    if (!is_real(p->dtype)) return MHA_ERR_DTYPE;
-    if (!is_real(p->query.dtype) && !is_half(p->query.dtype)) return MHA_ERR_DTYPE;
+    if (!mha_is_real(p->dtype)) return MHA_ERR_DTYPE;
+    if (!mha_is_real(p->query.dtype) && !is_half(p->query.dtype)) return MHA_ERR_DTYPE;
     if (!is_cached(&p->key, &p->key_scale) || !is_cached(&p->value, &p->value_scale)) return MHA_ERR_DTYPE;
-    if (p->mask.data && p->mask.dtype != MHA_BOOL && !is_real(p->mask.dtype)) return MHA_ERR_DTYPE;
+    if (p->mask.data && p->mask.dtype != MHA_BOOL && !mha_is_real(p->mask.dtype)) return MHA_ERR_DTYPE;
     return p->out.dtype == p->dtype || (p->dtype == MHA_F32 && is_half(p->out.dtype)) ? MHA_OK : MHA_ERR_DTYPE;
 }
 
@@ -195,13 +178,15 @@ static int64_t task_splits(const mha_plan *plan)
     return mha_max(all, 1);
 }
 
-/* Rows at least 2 KiB apart of many keys meet in the same cache sets and in few pages of the TLB. */
+/* From so many bytes apart on, rows of so many keys meet in the same cache sets and in few pages of the TLB. */
+enum { FAR_ROW_BYTES = 2048, FAR_KEYS = 4 * MHA_KEY_SPLIT };
+
 static int lie_far_apart(const mha_plan *plan)
 {
     const mha_params *p = plan->p;
     int64_t key_row = p->key.row * mha_item_bytes(p->key.dtype),
             value_row = p->value.row * mha_item_bytes(p->value.dtype);
-    return mha_max(key_row, value_row) >= 2048 && p->kv_len >= 4 * MHA_KEY_SPLIT && !plan->few;
+    return mha_max(key_row, value_row) >= FAR_ROW_BYTES && p->kv_len >= FAR_KEYS && !plan->few;
 }
 
 /* Whether panels copy blocks of keys or values, see open_block of the kernels. */
@@ -209,11 +194,15 @@ static int copies_blocks(const mha_plan *plan, int far)
 {
     const mha_params *p = plan->p;
     mha_tiles tiles = plan->kernels->tiles;
-    int64_t item = mha_item_bytes(p->dtype), address = (int64_t)(uintptr_t)p->value.data | p->value.row * item;
-    int across_lines = tiles.align_values && address % (tiles.lanes * item);
+    int64_t item = mha_item_bytes(p->dtype), steps = (p->value.row | p->value.head) * item;
+    int across_lines = tiles.align_values && ((int64_t)(uintptr_t)p->value.data | steps) % (tiles.lanes * item);
     return far || p->key.dtype != p->dtype || p->value.dtype != p->dtype || p->key.col != 1 || p->value.col != 1 ||
            p->pages || p->value_dim % tiles.lanes || across_lines;
 }
+
+/* Tasks that each of many threads is left with where panels share copies, and where they share what a cache holds; the threads
+ * that idle while others do their last task are at most this part of all tasks. */
+enum { TASKS_WITH_COPIES = 4, TASKS_WITHOUT = 8, IDLE_PART = 16 };
 
 /* Panels of a task: several share copied blocks, or blocks that come from a farther cache, as long as many threads have tasks
  * enough, more for the lesser gain, and hardly one is idle while the others do their last. */
@@ -224,11 +213,11 @@ static int64_t panels_together(const mha_plan *plan, int far)
     int64_t key_bytes = p->head_dim * mha_item_bytes(p->key.dtype) + p->value_dim * mha_item_bytes(p->value.dtype);
     int copies = copies_blocks(plan, far), beyond_cache = mha_saturating(window_keys(p), key_bytes) >= MHA_CACHE_BYTES;
     int64_t most = copies || beyond_cache ? mha_min(panels, MHA_PANELS_TOGETHER) : 1,
-            enough = (copies ? 4 : 8) * threads;
+            enough = (copies ? TASKS_WITH_COPIES : TASKS_WITHOUT) * threads;
     for (; most > 1 && !(copies && threads == 1); most--) {
         int64_t tasks = mha_saturating(plan->heads, mha_divide_up(panels, most));
         int64_t idle = (threads - tasks % threads) % threads;
-        if (tasks >= enough && 16 * idle <= tasks) break;
+        if (tasks >= enough && IDLE_PART * idle <= tasks) break;
     }
     return mha_max(most, 1);
 }

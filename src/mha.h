@@ -18,8 +18,15 @@
 
 typedef enum { MHA_OK, MHA_ERR_ISA, MHA_ERR_SHAPE, MHA_ERR_DTYPE, MHA_ERR_WORKSPACE } mha_status;
 typedef enum { MHA_F32, MHA_F64, MHA_BOOL, MHA_I64, MHA_F16, MHA_BF16, MHA_I8 } mha_dtype;
-/* Ascending preference within one architecture. */
-typedef enum { MHA_ISA_SCALAR, MHA_ISA_NEON, MHA_ISA_AVX2, MHA_ISA_AVX512, MHA_ISA_AVX512_BF16, MHA_ISA_COUNT } mha_isa;
+/* The instruction-set levels, in ascending preference within one architecture. */
+#define MHA_LEVELS(LEVEL) \
+    LEVEL(SCALAR, scalar) \
+    LEVEL(NEON, neon)     \
+    LEVEL(AVX2, avx2)     \
+    LEVEL(AVX512, avx512) \
+    LEVEL(AVX512_BF16, avx512_bf16)
+#define MHA_ISA_OF(LEVEL, level) MHA_ISA_##LEVEL,
+typedef enum { MHA_LEVELS(MHA_ISA_OF) MHA_ISA_COUNT } mha_isa;
 
 /* An array (*lead, head, row, col); data is NULL where the array is absent. */
 typedef struct mha_array {

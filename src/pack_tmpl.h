@@ -64,29 +64,31 @@ static void FN(pack_rows)(REAL *dst, int64_t dst_row, const mha_matrix *src, int
     }
 }
 
+/* The numbers or pairs of a query next to each other: where it lies, or copied. */
+static const REAL *FN(query_row)(const mha_task *task, const mha_row *row, REAL *copy)
+{
+#if PAIRS
+    if (FN(lies_in_pairs)(row->query, task->query_col, task->head_dim)) return (const REAL *)row->query;
+    FN(copy_pairs)(copy, row->query, task->query_col, task->head_dim);
+#else
+    if (task->query_dtype == REAL_DTYPE && task->query_col == 1) return (const REAL *)row->query;
+    FN(convert)(copy, row->query, task->query_dtype, task->query_col, task->head_dim);
+#endif
+    return copy;
+}
+
 /* dst[e][lane] = factor * query[lane][e] for up to lanes queries, zeros in the other lanes; dst_row: its row length. Pairs are
  * copied as they are. */
 static void FN(pack_query_lanes)(REAL *dst, int64_t dst_row, const mha_task *task, const mha_row *rows, int64_t count,
                                  REAL factor, REAL *converted)
 {
     const REAL *from[V(lanes)];
-    int64_t head_dim = task->head_dim, steps = FN(steps)(head_dim);
-    for (int64_t i = 0; i < V(lanes); i++) {
-        from[i] = i < count ? (const REAL *)rows[i].query : NULL;
-        if (!from[i]) continue;
-#if PAIRS
-        if (!FN(lies_in_pairs)(rows[i].query, task->query_col, head_dim)) {
-            FN(copy_pairs)(converted + i * steps, rows[i].query, task->query_col, head_dim);
-#else
-        if (task->query_dtype != REAL_DTYPE || task->query_col != 1) {
-            FN(convert)(converted + i * steps, rows[i].query, task->query_dtype, task->query_col, head_dim);
-#endif
-            from[i] = converted + i * steps;
-        }
-    }
+    int64_t steps = FN(steps)(task->head_dim);
+    for (int64_t i = 0; i < V(lanes); i++)
+        from[i] = i < count ? FN(query_row)(task, rows + i, converted + i * steps) : NULL;
     for (int64_t e = 0; e < steps; e += V(lanes)) {
-        int64_t depth = steps - e < V(lanes) ? steps - e : V(lanes);
         VEC r[V(lanes)];
+        int64_t depth = steps - e < V(lanes) ? steps - e : V(lanes);
     UNROLL for (int i = 0; i < V(lanes); i++)
             r[i] = i >= count ? V(zero)() : depth == V(lanes) ? V(load)(from[i] + e) : V(load_n)(from[i] + e, depth);
         V(transpose)(r);

@@ -2,26 +2,35 @@
  * weights pairs of two keys. Takes PAIRS; without it a step is one number.
  */
 #if PAIRS
-/* count numbers of a bfloat16 row as pairs, a zero behind an odd one. */
-static void FN(copy_pairs)(REAL *dst, const char *src, int64_t stride, int64_t count)
+/* count numbers of a bfloat16 row as pairs, a zero behind an odd one. Bytes are copied, for the pairs are read as REAL. */
+static void FN(copy_pairs)(REAL *RESTRICT dst, const char *RESTRICT src, int64_t stride, int64_t count)
 {
-    const uint16_t *from = (const uint16_t *)src;
-    uint16_t *to = (uint16_t *)dst;
-    for (int64_t i = 0; i < count; i++) to[i] = from[i * stride];
-    if (count % 2) to[count] = 0;
+    char *to = (char *)dst;
+    if (stride == 1)
+        memcpy(to, src, (size_t)(2 * count));
+    else
+        for (int64_t i = 0; i < count; i++) memcpy(to + 2 * i, src + 2 * i * stride, 2);
+    if (count % 2) memset(to + 2 * count, 0, 2);
 }
 
 /* A bfloat16 number, 0 for one that is not finite. */
 MHA_INLINE uint16_t FN(finite_or_zero)(uint16_t number) { return (number & 0x7f80) == 0x7f80 ? 0 : number; }
+
+static void FN(drop_non_finite)(char *number)
+{
+    uint16_t bits;
+    memcpy(&bits, number, 2);
+    bits = FN(finite_or_zero)(bits);
+    memcpy(number, &bits, 2);
+}
 
 /* Rows first.. next to each other. careful: what is not finite is 0. */
 static void FN(copy_rows)(REAL *dst, int64_t dst_row, const mha_task *task, const mha_matrix *src, int64_t first,
                           int64_t count, int64_t cols, int careful)
 {
     for (int64_t k = 0; k < count; k++, dst += dst_row) {
-        uint16_t *numbers = (uint16_t *)dst;
         FN(copy_pairs)(dst, mha_key_row(task, src, first + k), src->col, cols);
-        for (int64_t i = 0; careful && i < cols; i++) numbers[i] = FN(finite_or_zero)(numbers[i]);
+        for (int64_t i = 0; careful && i < cols; i++) FN(drop_non_finite)((char *)dst + 2 * i);
     }
 }
 
@@ -60,9 +69,9 @@ MHA_INLINE VEC FN(pair_exponentials)(REAL *scores, const FN(run) *runs, int num_
 {
     VEC sum[4] = {V(zero)(), V(zero)(), V(zero)(), V(zero)()};
     for (int n = 0; n < num_runs; n++) {
+        VEC weight[4];
         int64_t end = runs[n].first + runs[n].count, seen = mha_min(end, visible);
         for (int64_t k = runs[n].first; k < end; k += 4) {
-            VEC weight[4];
     UNROLL for (int i = 0; i < 4; i++) {
                 weight[i] = k + i >= first && k + i < seen ? FN(exp_lanes)(V(sub)(V(load)(scores + (k + i) * V(panel)), m)) : V(zero)();
                 sum[i] = V(add)(sum[i], weight[i]);

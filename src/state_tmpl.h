@@ -152,7 +152,7 @@ static void FN(merge)(const mha_task *task, void *states, void *memory)
 /* Finite numbers only? The rows' own padding columns are finite whenever the rest is. */
 static int FN(is_finite)(const FN(state) *state, int64_t rows, int64_t out_row)
 {
-    VEC nothing[4] = {V(zero)(), V(zero)(), V(zero)(), V(zero)()}; /* four, for one would wait for itself */
+    VEC nothing[4] = {V(zero)(), V(zero)(), V(zero)(), V(zero)()}; /* four independent sums hide the latency of one */
     for (int64_t r = 0; r < rows; r++) {
         if (state->row_sum[r] == 0) continue;
         const REAL *row = state->out + r * out_row;

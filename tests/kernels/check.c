@@ -1098,27 +1098,33 @@ static void expect_status(checker *c, const char *what, mha_status got, mha_stat
 /* What the core says of parameters before it looks for a workspace. */
 static mha_status forward(const mha_params *p) { return mha_forward(p, NULL, 0); }
 
-static void check_refusals(checker *c, mha_isa isa)
+/* A call that is right as it stands, over arrays that nobody reads. */
+static mha_params good_call(mha_isa isa, const mha_array *array)
 {
-    float numbers[8] = {0}, results[8];
-    const mha_array array = {.data = (char *)numbers, .row = 1, .col = 1}, out = {.data = (char *)results, .col = 1};
-    const mha_params good = {.isa = isa,
-                             .dtype = MHA_F32,
-                             .num_threads = 1,
-                             .window_left = -1,
-                             .window_right = -1,
-                             .scale = 1,
-                             .num_heads = 1,
-                             .num_kv_heads = 1,
-                             .q_len = 2,
-                             .kv_len = 3,
-                             .head_dim = 4,
-                             .value_dim = 5,
-                             .query = array,
-                             .key = array,
-                             .value = array,
-                             .out = out};
-    mha_params p = good;
+    return (mha_params){.isa = isa,
+                        .dtype = MHA_F32,
+                        .num_threads = 1,
+                        .window_left = -1,
+                        .window_right = -1,
+                        .scale = 1,
+                        .num_heads = 1,
+                        .num_kv_heads = 1,
+                        .q_len = 2,
+                        .kv_len = 3,
+                        .head_dim = 4,
+                        .value_dim = 4,
+                        .query = *array,
+                        .key = *array,
+                        .value = *array,
+                        .out = *array};
+}
+
+static void check_refused_workspaces(checker *c, const mha_params *good)
+{
+    float results[8];
+    mha_params p = *good;
+    p.out.data = (char *)results;
+    p.out.row = 4;
     int64_t bytes = mha_workspace_bytes(&p);
     unsigned char *workspace = malloc((size_t)bytes);
     expect_status(c, "a good call", mha_forward(&p, workspace, bytes), MHA_OK);
@@ -1126,57 +1132,113 @@ static void check_refusals(checker *c, mha_isa isa)
     expect_status(c, "a workspace that is too small", mha_forward(&p, workspace, bytes - 1), MHA_ERR_WORKSPACE);
     expect_status(c, "a workspace of negative size", mha_forward(&p, workspace, -1), MHA_ERR_WORKSPACE);
     free(workspace);
+    p.head_dim = INT64_MAX / 8;
+    expect_status(c, "a workspace beyond what can be addressed",
+                  mha_workspace_bytes(&p) < 0 ? MHA_ERR_WORKSPACE : MHA_OK, MHA_ERR_WORKSPACE);
+}
+
+static void check_refused_dtypes(checker *c, const mha_params *good)
+{
+    mha_params p = *good;
+    p.dtype = MHA_BOOL;
+    expect_status(c, "a result of bool", forward(&p), MHA_ERR_DTYPE);
+    p = *good;
+    p.key.dtype = MHA_I8;
+    expect_status(c, "integers without scales", forward(&p), MHA_ERR_DTYPE);
+    p = *good;
+    p.value_scale = good->value;
+    expect_status(c, "scales of numbers that are no integers", forward(&p), MHA_ERR_DTYPE);
+    p = *good;
+    p.query.dtype = MHA_I8;
+    expect_status(c, "a query of integers", forward(&p), MHA_ERR_DTYPE);
+    p = *good;
+    p.dtype = MHA_F64;
+    p.out.dtype = MHA_F16;
+    expect_status(c, "a computation in float64 with a half-precision result", forward(&p), MHA_ERR_DTYPE);
+}
+
+static void check_refused_shapes(checker *c, const mha_params *good)
+{
+    mha_params p = *good;
+    int64_t *sizes[] = {&p.q_len, &p.kv_len, &p.head_dim, &p.value_dim, &p.num_kv_heads, &p.lead_ndim};
+    for (int n = 0; n < COUNT(sizes); n++) {
+        p = *good;
+        *sizes[n] = -1;
+        expect_status(c, "a size below 0", forward(&p), MHA_ERR_SHAPE);
+    }
+    p = *good;
+    p.num_threads = 0;
+    expect_status(c, "no thread", forward(&p), MHA_ERR_SHAPE);
+    p = *good;
+    p.lead_ndim = MHA_MAX_LEAD + 1;
+    expect_status(c, "too many dimensions", forward(&p), MHA_ERR_SHAPE);
+    p = *good;
+    p.num_kv_heads = 0;
+    expect_status(c, "query heads without key heads", forward(&p), MHA_ERR_SHAPE);
+    p = *good;
+    p.window_left = 0;
+    expect_status(c, "a window without an offset", forward(&p), MHA_ERR_SHAPE);
+    p = *good;
+    p.slopes = good->key;
+    expect_status(c, "slopes without an offset", forward(&p), MHA_ERR_SHAPE);
+    p = *good;
+    p.q_len = 0;
+    expect_status(c, "nothing to do", forward(&p), MHA_OK);
+}
+
+static mha_status layer_forward(const mha_layer *layer)
+{
+    char workspace[1];
+    mha_status status = mha_layer_forward(layer, workspace, 0);
+    return status != MHA_ERR_WORKSPACE && mha_layer_workspace_bytes(layer) >= 0 ? MHA_OK : status;
+}
+
+/* A layer is refused before anything of it is planned. */
+static void check_refused_layers(checker *c, const mha_params *good)
+{
+    mha_linear linear = {good->query, good->query, NULL, 2, 4, 4};
+    mha_layer right = {*good, linear, linear, linear, linear, good->out}, layer = right;
+    right.attention.lead_ndim = right.attention.lead_shape[0] = 1;
+    right.key.len = right.value.len = 3;
+    expect_status(c, "a layer without a workspace", layer_forward(&right), MHA_ERR_WORKSPACE);
+    expect_status(c, "a layer of no batch dimension", layer_forward(&layer), MHA_ERR_SHAPE);
+    layer = right;
+    layer.attention.isa = MHA_ISA_COUNT;
+    expect_status(c, "a layer of no level", layer_forward(&layer), MHA_ERR_ISA);
+    layer = right;
+    layer.attention.dtype = MHA_I8;
+    expect_status(c, "a layer of integers", layer_forward(&layer), MHA_ERR_DTYPE);
+    mha_array *arrays[] = {&layer.query.x, &layer.key.x, &layer.value.weight, &layer.output.weight};
+    for (int n = 0; n < COUNT(arrays); n++) {
+        layer = right;
+        arrays[n]->dtype = MHA_BF16;
+        expect_status(c, "a map of halves", layer_forward(&layer), MHA_ERR_DTYPE);
+    }
+    int64_t *sizes[] = {&layer.attention.lead_shape[0], &layer.query.len, &layer.key.depth, &layer.output.cols};
+    for (int n = 0; n < COUNT(sizes); n++) {
+        layer = right;
+        *sizes[n] = -1;
+        expect_status(c, "a map of a size below 0", layer_forward(&layer), MHA_ERR_SHAPE);
+        layer = right;
+        *sizes[n] = INT64_MAX / 4; /* overflows nothing on the way */
+        expect_status(c, "a layer beyond what can be addressed", layer_forward(&layer), MHA_ERR_WORKSPACE);
+    }
+}
+
+static void check_refusals(checker *c, mha_isa isa)
+{
+    float numbers[8] = {0};
+    const mha_array array = {.data = (char *)numbers, .row = 1, .col = 1};
+    const mha_params good = good_call(isa, &array);
+    mha_params p = good;
     for (int other = -1; other <= MHA_ISA_COUNT; other++) {
         p.isa = (mha_isa)other;
         if (!mha_isa_built(p.isa)) expect_status(c, "a level that is not built", forward(&p), MHA_ERR_ISA);
     }
-    p = good;
-    p.dtype = MHA_BOOL;
-    expect_status(c, "a result of bool", forward(&p), MHA_ERR_DTYPE);
-    p = good;
-    p.key.dtype = MHA_I8;
-    expect_status(c, "integers without scales", forward(&p), MHA_ERR_DTYPE);
-    p = good;
-    p.value_scale = array;
-    expect_status(c, "scales of numbers that are no integers", forward(&p), MHA_ERR_DTYPE);
-    p = good;
-    p.query.dtype = MHA_I8;
-    expect_status(c, "a query of integers", forward(&p), MHA_ERR_DTYPE);
-    p = good;
-    p.dtype = MHA_F64;
-    p.out.dtype = MHA_F16;
-    expect_status(c, "a computation in float64 with a half-precision result", forward(&p), MHA_ERR_DTYPE);
-    p = good;
-    p.num_threads = 0;
-    expect_status(c, "no thread", forward(&p), MHA_ERR_SHAPE);
-    p = good;
-    p.lead_ndim = MHA_MAX_LEAD + 1;
-    expect_status(c, "too many dimensions", forward(&p), MHA_ERR_SHAPE);
-    p = good;
-    p.lead_ndim = -1;
-    expect_status(c, "dimensions below 0", forward(&p), MHA_ERR_SHAPE);
-    int64_t *sizes[] = {&p.q_len, &p.kv_len, &p.head_dim, &p.value_dim, &p.num_kv_heads};
-    for (int n = 0; n < COUNT(sizes); n++) {
-        p = good;
-        *sizes[n] = -1;
-        expect_status(c, "a size below 0", forward(&p), MHA_ERR_SHAPE);
-    }
-    p = good;
-    p.num_kv_heads = 0;
-    expect_status(c, "query heads without key heads", forward(&p), MHA_ERR_SHAPE);
-    p = good;
-    p.window_left = 0;
-    expect_status(c, "a window without an offset", forward(&p), MHA_ERR_SHAPE);
-    p = good;
-    p.slopes = array;
-    expect_status(c, "slopes without an offset", forward(&p), MHA_ERR_SHAPE);
-    p = good;
-    p.q_len = 0;
-    expect_status(c, "nothing to do", forward(&p), MHA_OK);
-    p = good;
-    p.head_dim = INT64_MAX / 8;
-    expect_status(c, "a workspace beyond what can be addressed",
-                  mha_workspace_bytes(&p) < 0 ? MHA_ERR_WORKSPACE : MHA_OK, MHA_ERR_WORKSPACE);
+    check_refused_workspaces(c, &good);
+    check_refused_dtypes(c, &good);
+    check_refused_shapes(c, &good);
+    check_refused_layers(c, &good);
 }
 
 int main(int argc, char **argv)
