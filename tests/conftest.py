@@ -86,9 +86,11 @@ def in_force(level):
     before = mha_fast.show_config()["level"]
     _config.set_level(level)
     mha_fast.set_num_threads(1)
-    yield
-    mha_fast.set_num_threads(None)
-    _config.set_level(before)
+    try:
+        yield
+    finally:
+        mha_fast.set_num_threads(None)
+        _config.set_level(before)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CONFIG, LEVELS, qkv
+from conftest import CONFIG, LEVELS, in_force, qkv
 from test_threads import python
 
 import mha_fast
@@ -65,6 +65,14 @@ def test_a_level_set_wrongly_stays_as_it_was():
     with pytest.raises(ValueError, match="expected one of scalar"):
         _config.set_level("sse9")
     assert mha_fast.show_config()["level"] == before
+
+
+@pytest.mark.parametrize("level", USABLE)
+def test_a_level_in_force_ends_with_its_body_even_where_that_fails(level):
+    before = mha_fast.show_config()
+    with pytest.raises(ZeroDivisionError), in_force(level):
+        raise ZeroDivisionError
+    assert mha_fast.show_config() == before
 
 
 # What each level needs, as /proc/cpuinfo names it; the kernel lists a feature only if it saves the registers.
