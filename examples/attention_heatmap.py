@@ -26,7 +26,7 @@ def weights(tokens, num_heads=4, depth=16):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("path", help="file to write, its suffix says the kind")
     path = parser.parse_args(arguments).path
     figure = attention_heatmap(weights(TOKENS), query_tokens=TOKENS, key_tokens=TOKENS, title="Causal attention")

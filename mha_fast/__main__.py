@@ -81,7 +81,7 @@ def compare(label, batch, num_heads, num_kv_heads, q_len, kv_len, head_dim, opti
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m mha_fast", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m mha_fast", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--threads", type=int, metavar="N", help="threads of mha_fast (NumPy keeps its own count)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     args = parser.parse_args(arguments)

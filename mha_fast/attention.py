@@ -15,7 +15,8 @@ def _documented_as(twin):
     """Give a function or class the text of its twin in the reference: what they promise is the same."""
 
     def decorate(item):
-        item.__doc__ = twin.__doc__.replace("mha_fast.reference", "mha_fast")
+        if twin.__doc__ is not None:  # python -OO strips it
+            item.__doc__ = twin.__doc__.replace("mha_fast.reference", "mha_fast")
         return item
 
     return decorate

@@ -207,6 +207,52 @@ def test_the_import_order_does_not_matter():
         assert python(code + "; import mha_fast; print(mha_fast.get_num_threads())") >= 1
 
 
+# What a user imports, each with one call.
+PUBLIC = {
+    "mha_fast": "module.scaled_dot_product_attention(x, x, x)",
+    "mha_fast.reference": "module.scaled_dot_product_attention(x, x, x)",
+    "mha_fast.attention": "module.MultiHeadAttention(4, 2)(x, x, x)",
+    "mha_fast.sequences": "module.KVCache(1, 1, 9, 4).attend(x[None], x[None], x[None])",
+    "mha_fast.plot": "module.attention_heatmap(x)",
+    "mha_fast.onnx": "ReferenceEvaluator(model, new_ops=[module.Attention]).run(None, dict.fromkeys('QKV', x[None]))",
+    "mha_fast.__main__": "module.worked_example()",
+}
+ONNX_MODEL = """
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+node = helper.make_node("Attention", ["Q", "K", "V"], ["Y"])
+infos = {name: helper.make_tensor_value_info(name, TensorProto.FLOAT, [1, 1, 3, 4]) for name in "QKVY"}
+graph = helper.make_graph([node], "attention", [infos[name] for name in "QKV"], [infos["Y"]])
+model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)])
+"""
+
+
+@pytest.mark.parametrize("flag", ["-O", "-OO"])
+@pytest.mark.parametrize("name", PUBLIC)
+def test_without_docstrings_and_assertions(name, flag):
+    pytest.importorskip(name, exc_type=ImportError)  # some need a package that is optional
+    code = f"""
+import importlib, numpy as np
+module = importlib.import_module({name!r})
+x = np.ones((1, 3, 4), np.float32)
+{ONNX_MODEL if name == "mha_fast.onnx" else ""}
+{PUBLIC[name]}
+print(__debug__ + 0)
+"""
+    assert python(code, flags=[flag]) == 0
+
+
+@pytest.mark.parametrize("program", ["-m mha_fast", "examples/decode.py", "examples/attention_heatmap.py"])
+def test_help_without_docstrings(program):
+    root = Path(__file__).resolve().parents[1]
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run(
+        [sys.executable, "-OO", *program.split(), "--help"],
+        cwd=root, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.startswith("usage: "), done.stderr
+
+
 def test_a_second_interpreter_process_by_spawn():
     code = """
 import json, multiprocessing

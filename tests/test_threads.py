@@ -22,14 +22,14 @@ PARALLEL = pytest.mark.skipif(not CONFIG["openmp"], reason="this build has no Op
 TASKS = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc/self/task")
 
 
-def python(code, *arguments, **environment):
-    """Run code in a fresh interpreter; its last line of output as JSON, or the error's last line."""
+def python(code, *arguments, flags=(), **environment):
+    """Run code in a fresh interpreter with these flags; its last line of output as JSON, or the error's last line."""
     names = ("MHA_FAST_NUM_THREADS", "OMP_NUM_THREADS", "MHA_FAST_ISA")
     inherited = {k: v for k, v in os.environ.items() if k not in names}
     path = os.path.dirname(os.path.dirname(os.path.abspath(mha_fast.__file__)))
     inherited["PYTHONPATH"] = path
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, *arguments],
+        [sys.executable, "-W", "error", *flags, "-c", code, *arguments],
         env=inherited | environment,
         capture_output=True,
         text=True,
