@@ -3,10 +3,10 @@
 import numpy as np
 
 cimport numpy as cnp
-from cpython.dict cimport PyDict_GetItem
 from libc.float cimport DBL_MAX
 from libc.math cimport INFINITY, sqrt
 from libc.stdint cimport int64_t
+from libc.string cimport strcmp, strrchr
 
 from mha_fast._mha cimport (
     MHA_BF16,
@@ -72,25 +72,22 @@ cdef dict config = {"num_threads": 1, "level": 0}
 
 
 def bind_config(dict namespace):
-    """Read `num_threads` and `level` from this namespace from now on."""
+    """Read `num_threads` and `level` from this namespace from now on; called once, while mha_fast is imported."""
     global config
     config = namespace
 
 
 # ---- filling the struct
 
-# The type number that ml_dtypes' bfloat16 was registered under, known once an array of it has come: the name tells it,
-# and what costs little is asked first.
-cdef int bfloat16_num = -1
-
-
 cdef inline bint is_bfloat16(cnp.ndarray array) noexcept:
-    global bfloat16_num
-    cdef int num = cnp.PyArray_TYPE(array)
-    if num != bfloat16_num and cnp.PyTypeNum_ISUSERDEF(num) and cnp.PyArray_ITEMSIZE(array) == 2:
-        if array.dtype.name == "bfloat16":
-            bfloat16_num = num
-    return num == bfloat16_num
+    """True for ml_dtypes' bfloat16, which is told by the name of its type, here that behind the module's."""
+    cdef cnp.dtype dtype = <cnp.dtype> cnp.PyArray_DESCR(array)
+    cdef const char *name = dtype.typeobj.tp_name
+    cdef const char *dot
+    if not cnp.PyTypeNum_ISUSERDEF(cnp.PyArray_TYPE(array)) or cnp.PyArray_ITEMSIZE(array) != 2:
+        return False
+    dot = strrchr(name, c".")
+    return strcmp(name if dot == NULL else dot + 1, "bfloat16") == 0
 
 
 cdef inline mha_dtype dtype_of(cnp.ndarray array) noexcept:
@@ -165,7 +162,7 @@ cdef int resolve_threads(object num_threads) except -1:
     cdef int threads, most
     if num_threads is not None:
         return num_threads
-    threads = <object> PyDict_GetItem(config, "num_threads")
+    threads = config["num_threads"]
     most = mha_openmp_max_threads()
     return most if most < OPENMP_MAX_AT_IMPORT and most < threads else threads
 
@@ -173,7 +170,7 @@ cdef int resolve_threads(object num_threads) except -1:
 cdef void fill_sizes(mha_params *p, cnp.ndarray query, cnp.ndarray key, cnp.ndarray value, int lead, int head, int row):
     """Sizes and strides of arrays whose heads and rows are these axes."""
     cdef int d
-    p.isa = <mha_isa> <int> <object> PyDict_GetItem(config, "level")
+    p.isa = <mha_isa> <int> config["level"]
     p.lead_ndim = lead
     for d in range(lead):
         p.lead_shape[d] = cnp.PyArray_DIM(query, d)
@@ -734,7 +731,7 @@ cdef void fill_layer_sizes(mha_layer *layer, int num, int num_heads, int num_kv_
     """The attention inside a layer whose maps are filled in, before masks."""
     cdef mha_params *p = &layer.attention
     leave_out(p)
-    p.isa = <mha_isa> <int> <object> PyDict_GetItem(config, "level")
+    p.isa = <mha_isa> <int> config["level"]
     p.dtype = MHA_F32 if num == cnp.NPY_FLOAT32 else MHA_F64
     p.lead_ndim = 1
     p.num_heads = num_heads

@@ -155,6 +155,17 @@ def test_more_threads_than_work_or_cores(attend, rng, threads):
     assert np.array_equal(attend(*arrays, num_threads=threads), attend(*arrays, num_threads=1))
 
 
+def test_settings_that_are_not_there_are_an_error():
+    """Read as Python reads them, with a reference of its own; a pointer that is not there would end the process."""
+    code = """
+import numpy as np, mha_fast
+mha_fast._core.bind_config({"level": 0})
+x = np.ones((1, 3, 4))
+mha_fast.scaled_dot_product_attention(x, x, x)
+"""
+    assert python(code) == "KeyError: 'num_threads'"
+
+
 REPORT = "import json, mha_fast; print(json.dumps(mha_fast.get_num_threads()))"
 
 
