@@ -11,21 +11,32 @@ from pathlib import Path
 from mha_fast import _core, _validate
 
 _LEVELS = _core.levels()  # {name: (number, usable)}
+_OPENMP = bool(_core.build_info()["openmp"])
+
+
+def _positive(text):
+    """The number of at least 1 that a text of decimal digits stands for, or None."""
+    digits = text.strip()
+    if not (digits.isascii() and digits.isdigit()):
+        return None
+    try:
+        return int(digits) or None
+    except ValueError:  # more digits than Python converts
+        return None
 
 
 def _environment_threads():
     """The count that MHA_FAST_NUM_THREADS or OMP_NUM_THREADS asks for, or None."""
     text = os.environ.get("MHA_FAST_NUM_THREADS")
     if text is not None:
-        digits = text.strip()
-        if not (digits.isascii() and digits.isdigit() and 0 < int(digits) <= _validate.MAX_THREADS):
-            raise ValueError(f"MHA_FAST_NUM_THREADS is {text!r}; expected an integer from 1 to {_validate.MAX_THREADS}")
-        return int(digits)
+        count = _positive(text)
+        if count is None or count > _validate.MAX_THREADS:
+            shown = _validate._show(text)
+            raise ValueError(f"MHA_FAST_NUM_THREADS is {shown}; expected an integer from 1 to {_validate.MAX_THREADS}")
+        return count
     # OMP_NUM_THREADS may be a list, one count a nesting level; a bad value is for the OpenMP runtime to report.
-    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if first.isascii() and first.isdigit() and int(first) > 0:
-        return min(int(first), _validate.MAX_THREADS)
-    return None
+    count = _positive(os.environ.get("OMP_NUM_THREADS", "").partition(",")[0])
+    return count and min(count, _validate.MAX_THREADS)
 
 
 def _quota(folder):
@@ -68,6 +79,12 @@ def _usable_cpus():
     return max(1, min(affinity, math.ceil(quota) if quota < math.inf else affinity, _validate.MAX_THREADS))
 
 
+def _threads_at_import():
+    """The default number of threads: what the environment asks for, else the usable CPUs; without OpenMP 1."""
+    asked = _environment_threads()  # a bad value is an error in every build
+    return (asked or _usable_cpus()) if _OPENMP else 1
+
+
 def _level_number(name, origin):
     usable = [level for level, (_, ok) in _LEVELS.items() if ok]
     if name not in usable:
@@ -83,8 +100,8 @@ def _default_level():
     return max(number for number, usable in _LEVELS.values() if usable)
 
 
-_threads_at_import = (_environment_threads() or _usable_cpus()) if _core.build_info()["openmp"] else 1
-num_threads = _threads_at_import
+_DEFAULT_THREADS = _threads_at_import()
+num_threads = _DEFAULT_THREADS
 level = _default_level()
 
 _core.bind_config(globals())
@@ -100,7 +117,8 @@ def get_num_threads():
     -------
     int
         The value of `set_num_threads`, else of MHA_FAST_NUM_THREADS, else of OMP_NUM_THREADS, else the CPUs that the
-        process might use when mha_fast was imported (affinity and control-group quota).
+        process might use when mha_fast was imported (affinity and control-group quota). Always 1 in a build without
+        OpenMP.
 
     Examples
     --------
@@ -117,7 +135,7 @@ def set_num_threads(n):
     Parameters
     ----------
     n : int or None
-        From 1 to 1024; None returns to the value at import.
+        From 1 to 1024; None returns to the value at import. A build without OpenMP stays on one thread.
 
     Raises
     ------
@@ -133,7 +151,8 @@ def set_num_threads(n):
     >>> mha_fast.set_num_threads(None)
     """
     global num_threads
-    num_threads = _validate.thread_count(n, "n") or _threads_at_import
+    count = _validate.thread_count(n, "n") or _DEFAULT_THREADS
+    num_threads = count if _OPENMP else 1
 
 
 def set_level(name):

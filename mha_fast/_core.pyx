@@ -64,6 +64,7 @@ cdef double RELEASE_GIL_NS = 20e3
 cdef enum:
     SMALL_WORKSPACE = 24576  # bytes
 
+cdef bint OPENMP = mha_openmp_version() != 0
 cdef int OPENMP_MAX_AT_IMPORT = mha_openmp_max_threads()
 cdef int MAX_THREADS = _validate.MAX_THREADS
 
@@ -158,8 +159,13 @@ cdef void leave_out(mha_params *p) noexcept:
 
 
 cdef int resolve_threads(object num_threads) except -1:
-    """The thread count of a call: the argument, else the default, capped where OpenMP's maximum was lowered."""
+    """The thread count of a call: the argument, else the default, capped where OpenMP's maximum was lowered.
+
+    Without OpenMP it is 1: scratch for more would never be used.
+    """
     cdef int threads, most
+    if not OPENMP:
+        return 1
     if num_threads is not None:
         return num_threads
     threads = config["num_threads"]

@@ -1,7 +1,9 @@
 """What the tests share: seeds, levels, input drawing, the oracle, the one tolerance table and the one comparison."""
 
 import contextlib
+import gc
 import math
+import tracemalloc
 import zlib
 
 import ml_dtypes
@@ -178,6 +180,17 @@ def largest_score(query, key, scale=None, mask=None, layout="bhld"):
         scores = scale * (query @ key.swapaxes(-1, -2))
     bias = 0.0 if mask is None or mask.dtype == bool else largest(wide(mask))
     return largest(scores) + bias
+
+
+def peak(call):
+    """The most memory that NumPy and Python hold for a call, in bytes."""
+    gc.collect()
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
 
 def largest(array):

@@ -271,7 +271,7 @@ def test_set_num_threads_and_back():
     assert default >= 1
     try:
         mha_fast.set_num_threads(np.int64(3))
-        assert mha_fast.get_num_threads() == 3
+        assert mha_fast.get_num_threads() == (3 if mha_fast.show_config()["openmp"] else 1)
     finally:
         mha_fast.set_num_threads(None)
     assert mha_fast.get_num_threads() == default

@@ -8,7 +8,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from conftest import DTYPES, draw, qkv, tiles
+from conftest import DTYPES, draw, peak, qkv, tiles
 
 import mha_fast
 
@@ -204,16 +204,6 @@ def leak_cases():
 def test_nothing_stays_behind(case):
     """A leak of one object or workspace a call would be 30 kB at least."""
     assert traced_growth(leak_cases()[case], 1500) < 15_000
-
-
-def peak(call):
-    gc.collect()
-    tracemalloc.start()
-    try:
-        call()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 LONG = 4096

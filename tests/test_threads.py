@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from conftest import CONFIG, draw, qkv
+from conftest import CONFIG, draw, peak, qkv
 
 import mha_fast
 from mha_fast import _config, _core
@@ -136,6 +136,7 @@ def test_errors_belong_to_their_thread(attend, rng):
 # ---------------------------------------------------------------- how many
 
 
+@PARALLEL
 def test_the_setting_is_the_process_own():
     default = mha_fast.get_num_threads()
     try:
@@ -169,6 +170,7 @@ mha_fast.scaled_dot_product_attention(x, x, x)
 REPORT = "import json, mha_fast; print(json.dumps(mha_fast.get_num_threads()))"
 
 
+@PARALLEL
 @pytest.mark.parametrize(
     "environment, count",
     [
@@ -192,11 +194,42 @@ def test_a_bad_count_of_ours_is_an_error_at_import(text):
     assert got == f"ValueError: MHA_FAST_NUM_THREADS is {text!r}; expected an integer from 1 to 1024"
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "two", "1.5"])
+def test_a_bad_count_of_ours_is_quoted_in_one_line():
+    got = python(REPORT, MHA_FAST_NUM_THREADS="9" * 5000)
+    assert got == f"ValueError: MHA_FAST_NUM_THREADS is '{'9' * 56}...; expected an integer from 1 to 1024"
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "two", "1.5", "9" * 5000], ids=lambda text: text[:9])
 def test_a_bad_count_of_openmp_is_ignored(text):
     assert python(REPORT, OMP_NUM_THREADS=text) == python(REPORT)
 
 
+def test_without_openmp_there_is_one_thread(monkeypatch):
+    """Whatever is asked for, and however it is asked for: what is wrong elsewhere is wrong here too."""
+    monkeypatch.setattr(_config, "num_threads", _config.num_threads)
+    monkeypatch.setattr(_config, "_OPENMP", False)
+    monkeypatch.setenv("MHA_FAST_NUM_THREADS", "8")
+    assert _config._threads_at_import() == 1
+    monkeypatch.setenv("MHA_FAST_NUM_THREADS", "many")
+    with pytest.raises(ValueError, match="MHA_FAST_NUM_THREADS is 'many'; expected an integer from 1 to 1024"):
+        _config._threads_at_import()
+    for count in (8, None):
+        mha_fast.set_num_threads(count)
+        assert mha_fast.get_num_threads() == mha_fast.show_config()["num_threads"] == 1
+    with pytest.raises(ValueError, match="n is 1025; expected at most 1024"):
+        mha_fast.set_num_threads(1025)
+
+
+@pytest.mark.skipif(CONFIG["openmp"], reason="this build has OpenMP")
+def test_without_openmp_a_call_takes_the_memory_of_one_thread(attend, rng):
+    arrays = qkv(rng, 1, 4, 300, 2000, 64, dtype="float32")
+    layer, x = mha_fast.MultiHeadAttention(64, 4, rng=0), draw(rng, 1, 500, 64)
+    one = [peak(lambda: attend(*arrays, num_threads=1)), peak(lambda: layer(x, x, x))]
+    mha_fast.set_num_threads(8)
+    assert [peak(lambda: attend(*arrays, num_threads=8)), peak(lambda: layer(x, x, x))] == one
+
+
+@PARALLEL
 def test_none_returns_to_the_environment():
     code = "import json, mha_fast as m; m.set_num_threads(7); m.set_num_threads(None); print(m.get_num_threads())"
     assert python(code, MHA_FAST_NUM_THREADS="3") == 3
