@@ -186,9 +186,8 @@ def _finite_number(value, name):
 
 
 def _no_dropout(dropout_p):
-    number = isinstance(dropout_p, numbers.Real) and not isinstance(dropout_p, (bool, np.bool_))
-    if not number or dropout_p != 0:
-        raise ValueError(f"dropout_p is {_show(dropout_p)}; only 0.0 is accepted for now")
+    if _finite_number(dropout_p, "dropout_p") != 0:
+        raise ValueError(f"dropout_p is {_show(dropout_p)}; expected 0, for nothing is ever dropped")
 
 
 def dropout_rate(value):

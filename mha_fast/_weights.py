@@ -187,6 +187,7 @@ class AttentionWeights(Stored):
         num_kv_heads : int, optional
             A divisor of `num_heads`, which is the default.
         dropout : float
+            At least 0 and below 1. Stored and never used.
 
         Returns
         -------
@@ -240,7 +241,7 @@ class AttentionWeights(Stored):
         MultiHeadAttention
             The inputs have the batch first, whatever `batch_first` the module has. The weights are C-contiguous copies,
             transposed, for torch keeps them as (outputs, inputs). float32 and float64 are kept, other floating dtypes
-            become float32. The module's `dropout` is kept, a dict's layer has 0.
+            become float32. The module's `dropout` is stored, a dict's layer has 0.
 
         Raises
         ------

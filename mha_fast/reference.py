@@ -87,7 +87,7 @@ def scaled_dot_product_attention(
         that is below; -inf hides the key, a finite number is a bias however large. It keeps this
         order of axes in both layouts and never changes the dtype of the result.
     dropout_p : float
-        Only 0.0 is accepted for now.
+        Must be 0: nothing is ever dropped.
     is_causal : bool, "upper_left" or "lower_right"
         Query i sees key j only if ``j <= i + offset``. The offset is `q_offset` if that is given;
         else 0 for True and "upper_left", and the number of keys minus L for "lower_right", under
@@ -144,10 +144,10 @@ def scaled_dot_product_attention(
         An argument of another type, or an array of another dtype, than listed above; integers or
         bool together with bfloat16.
     ValueError
-        Shapes that do not fit, NaN in `valid_lens`, an infinite or NaN `scale`, `softcap` or slope,
-        a sink that is NaN or inf, a negative `softcap`, a window below -1, `weights_rows` out of
-        range or without `return_weights`, `q_offset` beside a named alignment, an `out` that is
-        read-only, overlaps, or has another shape.
+        Shapes that do not fit, a `dropout_p` other than 0, NaN in `valid_lens`, an infinite or NaN
+        `scale`, `softcap` or slope, a sink that is NaN or inf, a negative `softcap`, a window below
+        -1, `weights_rows` out of range or without `return_weights`, `q_offset` beside a named
+        alignment, an `out` that is read-only, overlaps, or has another shape.
 
     Warns
     -----
@@ -383,7 +383,7 @@ class MultiHeadAttention(_weights.AttentionWeights):
     num_heads : int
         Number of query heads, each of depth ``num_hiddens // num_heads``.
     dropout : float
-        At least 0 and below 1. Kept; the forward pass does not drop anything.
+        At least 0 and below 1. Stored and never used: there is no training mode, and nothing is dropped.
     bias : bool
         Draw the biases; otherwise they are four arrays of zeros. They are always added.
     num_kv_heads : int, optional
@@ -407,6 +407,7 @@ class MultiHeadAttention(_weights.AttentionWeights):
     d_k, d_v : int
         The depth of a head.
     dropout : float
+        As it was given; it changes no result.
     attention_weights : ndarray, (batch, num_heads, L, S), or None
         Of the last call with ``need_weights=True``.
 
