@@ -1,5 +1,7 @@
 """From ndarrays to the C core's parameter struct: recognise or validate, fill, call, return. No arithmetic on data."""
 
+import inspect
+
 import numpy as np
 
 cimport numpy as cnp
@@ -320,7 +322,9 @@ def plan_of(query, key, value, **options):
     """How the core cuts this call of `scaled_dot_product_attention`, a mha_task_plan as a dict; nothing is computed."""
     cdef mha_params p
     cdef mha_task_plan plan
-    call = _validate.attention_call(query, key, value, **options)
+    bound = inspect.signature(scaled_dot_product_attention).bind(query, key, value, **options)
+    bound.apply_defaults()
+    call = _validate.attention_call(**bound.arguments)
     cdef int lead = fill_call(&p, call)
     # where the result goes does not matter, only what it is
     result = np.empty((1,) * (lead + 3), call.dtype)
@@ -700,23 +704,23 @@ def scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale,
-            enable_gqa,
-            valid_lens,
-            q_offset,
-            layout,
-            return_lse,
-            return_weights,
-            out,
-            num_threads,
-            window_size,
-            softcap,
-            alibi_slopes,
-            sinks,
-            weights_rows,
+            attn_mask=attn_mask,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            valid_lens=valid_lens,
+            q_offset=q_offset,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            layout=layout,
+            return_lse=return_lse,
+            return_weights=return_weights,
+            weights_rows=weights_rows,
+            out=out,
+            num_threads=num_threads,
         )
     )
 

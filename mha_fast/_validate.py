@@ -742,25 +742,29 @@ def attention_call(
     query,
     key,
     value,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-    valid_lens=None,
-    q_offset=None,
-    layout="bhld",
-    return_lse=False,
-    return_weights=False,
-    out=None,
-    num_threads=None,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    sinks=None,
-    weights_rows=None,
+    *,
+    attn_mask,
+    dropout_p,
+    is_causal,
+    scale,
+    enable_gqa,
+    valid_lens,
+    q_offset,
+    window_size,
+    softcap,
+    alibi_slopes,
+    sinks,
+    layout,
+    return_lse,
+    return_weights,
+    weights_rows,
+    out,
+    num_threads,
 ):
-    """Check the arguments of `scaled_dot_product_attention` and return them as a `Call`."""
+    """Check the arguments of `scaled_dot_product_attention` and return them as a `Call`.
+
+    No option has a default here: one that a caller forgets to hand on is an error.
+    """
     # 1. Options that no array is needed for.
     _no_dropout(dropout_p)
     causal = _causal_alignment(is_causal, q_offset)
@@ -965,7 +969,26 @@ def layer_attention(call, valid_lens, attn_mask, is_causal):
         for length, heads in ((q_len, call.num_heads), (call.keys.shape[1], call.num_kv_heads))
     )
     return attention_call(
-        query, key, key, attn_mask, 0.0, is_causal, None, True, valid_lens, None, "blhd", False, False, None, None
+        query,
+        key,
+        key,
+        attn_mask=attn_mask,
+        dropout_p=0.0,
+        is_causal=is_causal,
+        scale=None,
+        enable_gqa=True,
+        valid_lens=valid_lens,
+        q_offset=None,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        sinks=None,
+        layout="blhd",
+        return_lse=False,
+        return_weights=False,
+        weights_rows=None,
+        out=None,
+        num_threads=None,
     )
 
 

@@ -224,8 +224,21 @@ def _scores(query, key, mode, options):
         options = options | {"softcap": 0.0}
     if mode != _BIASED:
         options = options | {"attn_mask": None}
-    rest = {"dropout_p": 0.0, "layout": "bhld", "return_lse": False, "return_weights": False, "out": None}
-    call = _validate.attention_call(query, key, key, **options, **rest, num_threads=None)
+    call = _validate.attention_call(
+        query,
+        key,
+        key,
+        **options,
+        dropout_p=0.0,
+        alibi_slopes=None,
+        sinks=None,
+        layout="bhld",
+        return_lse=False,
+        return_weights=False,
+        weights_rows=None,
+        out=None,
+        num_threads=None,
+    )
     scores = np.empty((*query.shape[:3], key.shape[2]), call.compute)
     with np.errstate(all="ignore"):
         for b in np.ndindex(query.shape[:1]):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mha_fast
-from mha_fast import reference, sequences
+from mha_fast import _validate, _validate_sequences, reference, sequences
 
 FUNCTIONS = ("alibi_slopes", "scaled_dot_product_attention")
 CLASSES = ("MultiHeadAttention", "PositionWiseFFN")
@@ -38,6 +38,11 @@ def methods(cls):
     return sorted(name for name in public(cls) if callable(getattr(cls, name)))
 
 
+CHECKS = [
+    ("scaled_dot_product_attention", _validate.attention_call),
+    ("varlen_attention", _validate_sequences.varlen_call),
+    ("attention_with_kvcache", _validate_sequences.cache_call),
+]
 METHODS = [(c, m) for c in CLASSES for m in [*methods(getattr(reference, c)), "__init__", "__call__"]]
 OBJECTS = [*FUNCTIONS, *CLASSES]
 
@@ -83,6 +88,15 @@ def test_the_signature_of_attention():
         "valid_lens=None, q_offset=None, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, sinks=None, "
         "layout='bhld', return_lse=False, return_weights=False, weights_rows=None, out=None, num_threads=None)"
     )
+
+
+@pytest.mark.parametrize("name, check", CHECKS)
+def test_the_checks_take_options_by_name_alone_and_in_the_public_order(name, check):
+    """And have no defaults of their own: what a caller forgets to hand on is an error."""
+    public, checked = parameters(getattr(reference, name)), parameters(check)
+    assert [p[0] for p in checked] == [p[0] for p in public]
+    assert {kind for _, kind, _ in checked[3:]} == {inspect.Parameter.KEYWORD_ONLY}
+    assert {default for _, _, default in checked} == {inspect.Parameter.empty}
 
 
 def test_the_signatures_of_the_layers():
