@@ -27,6 +27,8 @@ _documented_as(reference.scaled_dot_product_attention)(scaled_dot_product_attent
 
 @_documented_as(reference.MultiHeadAttention)
 class MultiHeadAttention(reference.MultiHeadAttention):
+    _attention = staticmethod(scaled_dot_product_attention)
+
     @_documented_as(reference.MultiHeadAttention.forward)
     def forward(
         self,
@@ -44,11 +46,6 @@ class MultiHeadAttention(reference.MultiHeadAttention):
         if need_weights:
             result, self.attention_weights = result
         return result
-
-    @_documented_as(reference.MultiHeadAttention.scaled_dot_product_attention)
-    def scaled_dot_product_attention(self, Q, K, V, valid_lens=None):
-        Q, K, V = _validate.head_entries(Q, K, V, self.num_heads, self.num_kv_heads)
-        return scaled_dot_product_attention(Q, K, V, valid_lens=valid_lens)[:, 0]
 
 
 @_documented_as(reference.PositionWiseFFN)

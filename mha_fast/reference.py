@@ -437,6 +437,9 @@ class MultiHeadAttention(_weights.AttentionWeights):
     (2, 4, 100)
     """
 
+    # The fast class has the fast function here.
+    _attention = staticmethod(scaled_dot_product_attention)
+
     def __init__(self, num_hiddens, num_heads, dropout=0.0, bias=False, *, num_kv_heads=None, dtype=None, rng=None):
         self.num_hiddens, self.num_heads, self.num_kv_heads = _validate.head_counts(
             num_hiddens, num_heads, num_kv_heads
@@ -552,7 +555,7 @@ class MultiHeadAttention(_weights.AttentionWeights):
         key = _split(_affine(call.keys, call.W_k, call.b_k), call.depth)
         value = _split(_affine(call.values, call.W_v, call.b_v), call.depth)
         # 3. Attend: -> (batch, num_heads, L, depth).
-        attended = scaled_dot_product_attention(
+        attended = self._attention(
             query,
             key,
             value,
@@ -603,7 +606,7 @@ class MultiHeadAttention(_weights.AttentionWeights):
         (4, 3, 4)
         """
         Q, K, V = _validate.head_entries(Q, K, V, self.num_heads, self.num_kv_heads)
-        return scaled_dot_product_attention(Q, K, V, valid_lens=valid_lens)[:, 0]
+        return self._attention(Q, K, V, valid_lens=valid_lens)[:, 0]
 
     def transpose_qkv(self, X):
         """Split the last axis into heads and move them into the batch.

@@ -49,6 +49,13 @@ def inputs(rng, queries=5, keys=7, hiddens=24, dtype="float64", batch=2):
     return x, y, y + x.dtype.type(1)
 
 
+@pytest.mark.parametrize("module", [mha_fast, reference], ids=["fast", "reference"])
+def test_a_class_has_its_own_attention_inside_one_body(module):
+    cls = module.MultiHeadAttention
+    assert cls._attention is module.scaled_dot_product_attention
+    assert cls.scaled_dot_product_attention is reference.MultiHeadAttention.scaled_dot_product_attention
+
+
 FEATURES = {
     "plain": lambda rng: {},
     "lengths": lambda rng: {"valid_lens": np.array([3, 7])},
