@@ -156,15 +156,18 @@ def test_more_threads_than_work_or_cores(attend, rng, threads):
     assert np.array_equal(attend(*arrays, num_threads=threads), attend(*arrays, num_threads=1))
 
 
-def test_settings_that_are_not_there_are_an_error():
-    """Read as Python reads them, with a reference of its own; a pointer that is not there would end the process."""
-    code = """
+@pytest.mark.parametrize("missing", [pytest.param("num_threads", marks=PARALLEL), "level"])
+def test_a_setting_that_is_not_there_is_an_error(missing):
+    """Read as Python reads it, with a reference of its own; a pointer that is not there would end the process."""
+    code = f"""
 import numpy as np, mha_fast
-mha_fast._core.bind_config({"level": 0})
+settings = {{"num_threads": 1, "level": 0}}
+del settings[{missing!r}]
+mha_fast._core.bind_config(settings)
 x = np.ones((1, 3, 4))
 mha_fast.scaled_dot_product_attention(x, x, x)
 """
-    assert python(code) == "KeyError: 'num_threads'"
+    assert python(code) == f"KeyError: {missing!r}"
 
 
 REPORT = "import json, mha_fast; print(json.dumps(mha_fast.get_num_threads()))"
