@@ -75,8 +75,9 @@ def _cgroup_quota(root=Path("/sys/fs/cgroup"), membership=Path("/proc/self/cgrou
 def _usable_cpus():
     """CPUs that this process may really use: affinity and control-group quota."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cpus = max(affinity, _core.openmp_cpus())  # OMP_PROC_BIND and OMP_PLACES leave this thread one CPU of several
     quota = _cgroup_quota()
-    return max(1, min(affinity, math.ceil(quota) if quota < math.inf else affinity, _validate.MAX_THREADS))
+    return max(1, min(cpus, math.ceil(quota) if quota < math.inf else cpus, _validate.MAX_THREADS))
 
 
 def _threads_at_import():

@@ -46,6 +46,7 @@ from mha_fast._mha cimport (
     mha_layer_workspace_bytes,
     mha_linear,
     mha_openmp_max_threads,
+    mha_openmp_num_procs,
     mha_openmp_version,
     mha_params,
     mha_pause_threads,
@@ -895,6 +896,11 @@ def build_info():
         "key_block": mha_key_block(),
         "key_split": mha_key_split(),
     }
+
+
+def openmp_cpus():
+    """CPUs of the process as OpenMP counts them, though it may have bound this thread to one; 1 without OpenMP."""
+    return mha_openmp_num_procs()
 
 
 def tiles(int level):

@@ -86,6 +86,7 @@ cdef extern from "mha.h" nogil:
     const char *mha_compiler() noexcept
     int mha_openmp_version() noexcept
     int mha_openmp_max_threads() noexcept
+    int mha_openmp_num_procs() noexcept
     void mha_pause_threads() noexcept
 
     void mha_exp2(mha_isa isa, mha_dtype dtype, const void *src, void *dst, int64_t count) noexcept

@@ -748,6 +748,7 @@ const char *mha_compiler(void)
 #ifdef _OPENMP
 int mha_openmp_version(void) { return _OPENMP; }
 int mha_openmp_max_threads(void) { return omp_get_max_threads(); }
+int mha_openmp_num_procs(void) { return omp_get_num_procs(); }
 void mha_pause_threads(void)
 {
 #if _OPENMP >= 201811 || \
@@ -758,5 +759,6 @@ void mha_pause_threads(void)
 #else
 int mha_openmp_version(void) { return 0; }
 int mha_openmp_max_threads(void) { return 1; }
+int mha_openmp_num_procs(void) { return 1; }
 void mha_pause_threads(void) {}
 #endif

@@ -127,6 +127,7 @@ int mha_key_split(void);
 const char *mha_compiler(void);
 int mha_openmp_version(void); /* 0 without OpenMP */
 int mha_openmp_max_threads(void);
+int mha_openmp_num_procs(void); /* CPUs of the process, though OpenMP may have bound this thread to one */
 /* Ends the OpenMP workers that the calling thread owns, so that it may fork. */
 void mha_pause_threads(void);
 

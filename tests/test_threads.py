@@ -244,6 +244,13 @@ def test_affinity_at_import_is_the_default():
     assert python(code) == 1
 
 
+@PARALLEL
+@pytest.mark.parametrize("setting", [{"OMP_PROC_BIND": "close"}, {"OMP_PROC_BIND": "spread"}, {"OMP_PLACES": "cores"}])
+def test_binding_threads_leaves_the_default_as_it_is(setting):
+    """OpenMP then binds the thread that loads it to one place."""
+    assert python(REPORT, **setting) == python(REPORT)
+
+
 # ---- control groups, from made-up trees: (memberships, files, CPUs)
 GROUPS = {
     "no quota anywhere": ("0::/\n", {}, None),
