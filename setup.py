@@ -24,8 +24,8 @@ LEVELS = {
     "neon": ("aarch64", [], []),
 }
 ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
-# The core relies on infinities (masks), so no flag here may assume finite numbers. Products and sums are fused only where
-# the core says so.
+# The core relies on infinities (masks), so no flag here may assume finite numbers. Products and sums are fused only
+# where the core says so.
 EVERY_OBJECT = {"unix": ["-O3", "-fvisibility=hidden", "-fno-lto"], "msvc": ["/O2"]}
 CORE_OBJECT = {
     "unix": ["-std=c11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"],

@@ -27,7 +27,7 @@ typedef struct mha_plan {
     int64_t weight_row_tasks; /* of a key/value head, in the phase of weights */
     int few;                  /* all entries take the few-query kernel */
     int split_tasks;          /* each split of the keys is a task */
-    int own_ahead;            /* a task asks for its own keys, not for those of the next head */
+    int prefetches_own;       /* a task prefetches its own keys, not those of the next head */
     int threads;
     int64_t tasks; /* of the first phase */
     /* the workspace: */

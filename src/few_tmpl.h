@@ -4,26 +4,26 @@
  */
 
 /* How many bytes before their turn keys and values are prefetched. */
-enum { FN(few_lead) = 8192 };
+enum { FN(few_prefetch_bytes) = 8192 };
 
 /* Whether keys and values are prefetched. One row of the compute dtype has so little arithmetic that this gains only where a long head lies in one
  * piece. */
-static int FN(few_asks)(const mha_task *task)
+static int FN(few_prefetches)(const mha_task *task)
 {
     if (task->num_rows > 1 || task->key.dtype != REAL_DTYPE) return 1;
     return task->key.row == task->head_dim && task->value.row == task->value_dim &&
            task->visible - task->first > MHA_KEY_SPLIT;
 }
 
-/* Where in the rows to come the next line is asked for: in the order of memory, which hardware follows best, while a tile
+/* Where in the rows to come the next line is prefetched: in the order of memory, which hardware follows best, while a tile
  * reads four rows side by side. */
-typedef struct FN(asking) {
+typedef struct FN(prefetcher) {
     const char *row;
     int64_t row_bytes, step, at; /* step: from row to row in bytes */
-    int64_t rest;                /* of the lines of a tile's rows, those that its steps do not ask for */
-} FN(asking);
+    int64_t rest;                /* of the lines of a tile's rows, those that its steps do not prefetch */
+} FN(prefetcher);
 
-MHA_INLINE void FN(ask_next)(FN(asking) *next, const int64_t bytes)
+MHA_INLINE void FN(prefetch_next)(FN(prefetcher) *next, const int64_t bytes)
 {
     const int64_t line = bytes < 64 ? bytes : 64;
     if (!next->row) return;
@@ -64,14 +64,14 @@ MHA_INLINE VEC FN(load_depth_n)(const mha_dtype storage, const char *row, int64_
  * time: rows of scores have room for them. key: of dtype storage, converted in registers (pairs are not), once for all rows. rows, keys, storage: constants once inlined. */
 MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype storage, const REAL *RESTRICT query,
                              int64_t query_row, const char *RESTRICT key, int64_t key_row, int64_t head_dim,
-                             FN(asking) *next, REAL *RESTRICT scores, int64_t score_row)
+                             FN(prefetcher) *next, REAL *RESTRICT scores, int64_t score_row)
 {
     VEC acc[4][4];
     int64_t whole = head_dim - head_dim % FN(few_numbers), e = 0;
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int k = 0; k < 4; k++) acc[r][k] = V(zero)();
     for (; e < whole; e += FN(few_numbers), query += V(lanes)) {
         VEC depth[4];
-        FN(ask_next)(next, keys * FN(few_numbers) * mha_item_bytes(storage));
+        FN(prefetch_next)(next, keys * FN(few_numbers) * mha_item_bytes(storage));
         UNROLL for (int k = 0; k < keys; k++) depth[k] = FN(load_depth)(storage, key, k * key_row + e);
         UNROLL for (int k = 0; k < keys; k++) KEEP(depth[k]);
         UNROLL for (int r = 0; r < rows; r++) {
@@ -79,7 +79,7 @@ MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype sto
             UNROLL for (int k = 0; k < keys; k++) acc[r][k] = FN(multiply_add)(q, depth[k], acc[r][k]);
         }
     }
-    for (int64_t i = 0; i < next->rest; i++) FN(ask_next)(next, 64);
+    for (int64_t i = 0; i < next->rest; i++) FN(prefetch_next)(next, 64);
     if (e < head_dim)
         UNROLL for (int k = 0; k < keys; k++) {
             VEC depth = FN(load_depth_n)(storage, key, k * key_row + e, head_dim - e);
@@ -99,17 +99,17 @@ MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype sto
 }
 
 MHA_INLINE void FN(dot_rows)(const int rows, const mha_dtype storage, const REAL *query, int64_t query_row,
-                             const char *key, int64_t key_row, int64_t count, int64_t head_dim, int asks, REAL *scores,
+                             const char *key, int64_t key_row, int64_t count, int64_t head_dim, int prefetches, REAL *scores,
                              int64_t score_row)
 {
     const int64_t item = mha_item_bytes(storage), row_bytes = head_dim * item;
-    if (count * row_bytes <= FN(few_lead)) asks = 0; /* so few that the division below takes longer */
-    int64_t ahead = asks ? FN(few_lead) / mha_max(row_bytes, 64) : 0;
+    if (count * row_bytes <= FN(few_prefetch_bytes)) prefetches = 0; /* so few that the division below takes longer */
+    int64_t ahead = prefetches ? FN(few_prefetch_bytes) / mha_max(row_bytes, 64) : 0;
     const int keys = rows > 2 ? V(few_keys) : 4;
     const int64_t step = keys * FN(few_numbers) * item, line = step < 64 ? step : 64;
     int64_t rest = keys * mha_round_up(row_bytes, line) - head_dim / FN(few_numbers) * step;
-    FN(asking) next = {asks ? key + ahead * key_row * item : NULL, row_bytes, key_row * item, 0,
-                       asks ? mha_divide_up(rest, 64) : 0};
+    FN(prefetcher) next = {prefetches ? key + ahead * key_row * item : NULL, row_bytes, key_row * item, 0,
+                       prefetches ? mha_divide_up(rest, 64) : 0};
     int64_t k = 0;
     for (; k + keys <= count; k += keys, key += keys * key_row * item)
         FN(dot_tile)(rows, keys, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
@@ -123,16 +123,16 @@ MHA_INLINE void FN(few_scores_of)(const mha_dtype storage, const mha_task *task,
                                   const mha_rows *keys, int64_t count)
 {
     int64_t key_row = keys->row, head_dim = task->head_dim;
-    int asks = FN(few_asks)(task);
+    int prefetches = FN(few_prefetches)(task);
     for (int64_t r = 0, left; (left = task->num_rows - r) > 0;) {
         const REAL *query = s->query[0] + r * s->few_row;
         REAL *scores = s->scores + r * s->score_row;
         if (V(few_rows) >= 4 && left >= 4)
-            FN(dot_rows)(4, storage, query, s->few_row, keys->data, key_row, count, head_dim, asks, scores, s->score_row);
+            FN(dot_rows)(4, storage, query, s->few_row, keys->data, key_row, count, head_dim, prefetches, scores, s->score_row);
         else if (left >= 2)
-            FN(dot_rows)(2, storage, query, s->few_row, keys->data, key_row, count, head_dim, asks, scores, s->score_row);
+            FN(dot_rows)(2, storage, query, s->few_row, keys->data, key_row, count, head_dim, prefetches, scores, s->score_row);
         else
-            FN(dot_rows)(1, storage, query, s->few_row, keys->data, key_row, count, head_dim, asks, scores, s->score_row);
+            FN(dot_rows)(1, storage, query, s->few_row, keys->data, key_row, count, head_dim, prefetches, scores, s->score_row);
         r += left >= V(few_rows) ? V(few_rows) : left >= 2 ? 2 : 1;
     }
 }
@@ -172,16 +172,16 @@ static void FN(few_scores)(const mha_task *task, FN(scratch) *s, const FN(block)
  * columns in the last vector, or in the last two of pairs, where that is not whole, else 0. */
 MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const mha_dtype storage,
                                     const REAL *RESTRICT weights, int64_t weight_row, const char *RESTRICT value,
-                                    int64_t value_row, int64_t count, int64_t tail, int asks, const REAL *RESTRICT alpha,
+                                    int64_t value_row, int64_t count, int64_t tail, int prefetches, const REAL *RESTRICT alpha,
                                     int first, REAL *RESTRICT out, int64_t out_row)
 {
     VEC acc[6][8];
-    const int64_t ahead = FN(few_lead) / (vecs * V(lanes) * mha_item_bytes(storage));
+    const int64_t ahead = FN(few_prefetch_bytes) / (vecs * V(lanes) * mha_item_bytes(storage));
 #if PAIRS
-    (void)asks;
+    (void)prefetches;
     FN(pair_product_tile)(rows, vecs, weights, weight_row, value, value_row, count, tail, ahead, acc);
 #else
-    if (rows == 1 && storage == REAL_DTYPE && !asks)
+    if (rows == 1 && storage == REAL_DTYPE && !prefetches)
         FN(product_tile)(rows, vecs, weights, weight_row, storage, value, value_row, count, tail, 0, acc);
     else
         FN(product_tile)(rows, vecs, weights, weight_row, storage, value, value_row, count, tail, ahead, acc);
@@ -196,7 +196,7 @@ MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const mha_dt
 
 /* Column tiles as wide as the rows leave registers for: values come from memory a whole row at a time where that fits. */
 MHA_INLINE void FN(few_output_rows)(const int rows, const mha_dtype storage, const REAL *weights, int64_t weight_row,
-                                    const char *values, int64_t value_row, int64_t count, int64_t cols, int asks,
+                                    const char *values, int64_t value_row, int64_t count, int64_t cols, int prefetches,
                                     const REAL *alpha, int first, REAL *out, int64_t out_row)
 {
     const int64_t most = rows > 2 ? V(col_vecs) : 2 * V(col_vecs);
@@ -206,13 +206,13 @@ MHA_INLINE void FN(few_output_rows)(const int rows, const mha_dtype storage, con
         int64_t tail = cols - c < width * V(lanes) ? cols % FN(few_numbers) : 0;
         const char *value = values + c * mha_item_bytes(storage);
         if (V(col_vecs) == 4 && rows <= 2 && width == 8)
-            FN(few_output_tile)(rows, 8, storage, weights, weight_row, value, value_row, count, tail, asks, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 8, storage, weights, weight_row, value, value_row, count, tail, prefetches, alpha, first, out + c, out_row);
         else if (width == 4)
-            FN(few_output_tile)(rows, 4, storage, weights, weight_row, value, value_row, count, tail, asks, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 4, storage, weights, weight_row, value, value_row, count, tail, prefetches, alpha, first, out + c, out_row);
         else if (width == 2)
-            FN(few_output_tile)(rows, 2, storage, weights, weight_row, value, value_row, count, tail, asks, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 2, storage, weights, weight_row, value, value_row, count, tail, prefetches, alpha, first, out + c, out_row);
         else if (!PAIRS)
-            FN(few_output_tile)(rows, 1, storage, weights, weight_row, value, value_row, count, tail, asks, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 1, storage, weights, weight_row, value, value_row, count, tail, prefetches, alpha, first, out + c, out_row);
         c += width * V(lanes);
     }
 }
@@ -310,18 +310,18 @@ MHA_INLINE void FN(few_output_of)(const mha_dtype storage, const mha_task *task,
                                   const REAL *alphas, const mha_rows *values, int64_t count, FN(state) *state, int first)
 {
     int64_t cols = task->value_dim, score_row = s->score_row, row = values->row;
-    int asks = FN(few_asks)(task);
+    int prefetches = FN(few_prefetches)(task);
     for (int64_t r = 0, left; (left = task->num_rows - r) > 0;) {
         const REAL *from = weights + r * score_row, *alpha = alphas + r;
         REAL *out = state->out + r * s->out_row;
         /* four rows where they need no narrower column tiles than two, or where registers are few anyway */
         int four = V(few_rows) >= 4 && left >= 4 && (V(col_vecs) == 2 || cols <= V(col_vecs) * V(lanes));
         if (V(few_rows) >= 4 && four)
-            FN(few_output_rows)(4, storage, from, score_row, values->data, row, count, cols, asks, alpha, first, out, s->out_row);
+            FN(few_output_rows)(4, storage, from, score_row, values->data, row, count, cols, prefetches, alpha, first, out, s->out_row);
         else if (left >= 2)
-            FN(few_output_rows)(2, storage, from, score_row, values->data, row, count, cols, asks, alpha, first, out, s->out_row);
+            FN(few_output_rows)(2, storage, from, score_row, values->data, row, count, cols, prefetches, alpha, first, out, s->out_row);
         else
-            FN(few_output_rows)(1, storage, from, score_row, values->data, row, count, cols, asks, alpha, first, out, s->out_row);
+            FN(few_output_rows)(1, storage, from, score_row, values->data, row, count, cols, prefetches, alpha, first, out, s->out_row);
         r += four ? 4 : left >= 2 ? 2 : 1;
     }
 }

@@ -161,14 +161,14 @@ MHA_NOINLINE void FN(output_rows)(int64_t rows, int vecs, const REAL *weights, c
         FN(output_vecs)(1, vecs, weights, value, value_row, runs, num_runs, seen, visible, alpha, first, out, out_row);
 }
 
-MHA_INLINE void FN(ask)(const char *row, int64_t bytes)
+MHA_INLINE void FN(prefetch_row)(const char *row, int64_t bytes)
 {
     for (int64_t byte = 0; byte < bytes; byte += 64) PREFETCH(row + byte);
 }
 
 /* acc[row][vec] = sum_k a[row][k] * b[k][vec] for a tile of rows x vecs vectors; b is of dtype storage; tail: the columns in the
- * last vector where it is not whole, else 0; ahead: rows of b to ask for before their turn, 0: none. rows, vecs, storage:
- * constants once inlined. */
+ * last vector where it is not whole, else 0; ahead: how many rows before their turn those of b are prefetched, 0: never. rows,
+ * vecs, storage: constants once inlined. */
 MHA_INLINE void FN(product_tile)(const int rows, const int vecs, const REAL *RESTRICT a, int64_t a_row,
                                  const mha_dtype storage, const char *RESTRICT b, int64_t b_row, int64_t count,
                                  int64_t tail, const int64_t ahead, VEC acc[6][8])
@@ -177,7 +177,7 @@ MHA_INLINE void FN(product_tile)(const int rows, const int vecs, const REAL *RES
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
     for (int64_t k = 0; k < count; k++, b += b_row * item) {
         VEC col[8];
-        if (ahead) FN(ask)(b + ahead * b_row * item, vecs * V(lanes) * item);
+        if (ahead) FN(prefetch_row)(b + ahead * b_row * item, vecs * V(lanes) * item);
         UNROLL for (int v = 0; v < vecs - 1; v++) col[v] = FN(load_as)(storage, b, v * V(lanes));
         col[vecs - 1] = tail ? FN(load_as_n)(storage, b, last, tail) : FN(load_as)(storage, b, last);
         UNROLL for (int r = 0; r < rows; r++) {

@@ -70,13 +70,13 @@ typedef struct mha_row {
     int64_t position;       /* among the keys; where there are slopes */
 } mha_row;
 
-/* Rows that this task or a later one will touch, asked for while it computes: what a head reads for the first time comes from
+/* Rows that this task or a later one will touch, prefetched while it computes: what a head reads for the first time comes from
  * memory, and the hardware's own prefetch stops at every page. */
-typedef struct mha_ahead {
+typedef struct mha_prefetch {
     const char *data;
     int64_t step, rows, row_bytes; /* step in bytes */
-} mha_ahead;
-enum { MHA_AHEAD = 5 };
+} mha_prefetch;
+enum { MHA_PREFETCHES = 5 };
 
 typedef struct mha_task {
     /* what all tasks of a call share */
@@ -92,7 +92,7 @@ typedef struct mha_task {
     int64_t page_len;
     mha_row *rows;
     int64_t num_rows, first, visible; /* the smallest and the largest of the rows' */
-    mha_ahead ahead[MHA_AHEAD];
+    mha_prefetch prefetch[MHA_PREFETCHES];
     int64_t split_begin, split_end;
     void *state; /* NULL: normalise and write the rows; else leave the state of the one split here */
 } mha_task;

@@ -15,8 +15,8 @@ typedef struct FN(panel) {
     int64_t first, all_first;                 /* some row, or every row, sees keys from this one on */
     int64_t vec_first[V(panel) / V(lanes)];   /* some row of a vector does; a multiple of 4, see exponentials */
     const REAL *query;
-    const mha_ahead *ahead; /* NULL: another panel of the task asks */
-    int64_t ahead_rows;     /* per tile of keys */
+    const mha_prefetch *prefetch; /* NULL: another panel of the task does it */
+    int64_t prefetch_rows;        /* per tile of keys */
 } FN(panel);
 
 static void FN(add_run)(FN(run) *runs, int *num_runs, int64_t first, int64_t count)

@@ -249,7 +249,8 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
     plan->split_tasks = plan->threads > 1 && plan->splits > 1 && plan->tasks < 4 * (int64_t)plan->threads;
     if (plan->split_tasks) plan->tasks = mha_saturating(plan->tasks, plan->splits);
     /* One task reads a long head alone: what it needs next is nearer than the next head, which would push it out of the cache. */
-    plan->own_ahead = plan->split_tasks || (plan->row_tasks == 1 && p->kv_len > MHA_KEY_SPLIT && p->window_left < 0);
+    plan->prefetches_own =
+        plan->split_tasks || (plan->row_tasks == 1 && p->kv_len > MHA_KEY_SPLIT && p->window_left < 0);
     plan->shared = (mha_task){.scale = p->scale,
                               .softcap = p->softcap,
                               .kv_len = p->kv_len,
@@ -471,29 +472,29 @@ static void open_task(const mha_plan *plan, mha_task *task, const place *place, 
     task->state = NULL;
 }
 
-static mha_ahead ahead_rows(const mha_array *a, const char *head, int64_t first, int64_t last, int64_t cols)
+static mha_prefetch prefetch_of(const mha_array *a, const char *head, int64_t first, int64_t last, int64_t cols)
 {
     int64_t bytes = mha_item_bytes(a->dtype);
-    return (mha_ahead){head + first * a->row * bytes, a->row * bytes, last - first, cols * bytes};
+    return (mha_prefetch){head + first * a->row * bytes, a->row * bytes, last - first, cols * bytes};
 }
 
 /* Rows of the keys and values of a head. */
-static void ask_for_keys(const mha_params *p, mha_task *task, const place *place, int64_t first, int64_t last)
+static void prefetch_keys(const mha_params *p, mha_task *task, const place *place, int64_t first, int64_t last)
 {
-    task->ahead[0] = ahead_rows(&p->key, kv_rows(p, &p->key, place), first, last, p->head_dim);
-    task->ahead[1] = ahead_rows(&p->value, kv_rows(p, &p->value, place), first, last, p->value_dim);
+    task->prefetch[0] = prefetch_of(&p->key, kv_rows(p, &p->key, place), first, last, p->head_dim);
+    task->prefetch[1] = prefetch_of(&p->value, kv_rows(p, &p->value, place), first, last, p->value_dim);
 }
 
 /* The task's own keys, a block before their turn. */
-static void ask_for_own_keys(const mha_params *p, mha_task *task, const place *here)
+static void prefetch_own_keys(const mha_params *p, mha_task *task, const place *here)
 {
     int64_t begin = mha_max(task->split_begin * MHA_KEY_SPLIT, task->first) + MHA_KEY_BLOCK;
     int64_t end = mha_min(task->split_end * MHA_KEY_SPLIT + MHA_KEY_BLOCK, task->visible);
-    ask_for_keys(p, task, here, mha_min(begin, end), end);
+    prefetch_keys(p, task, here, mha_min(begin, end), end);
 }
 
 /* In a window, the keys of the next task. Gives the first. */
-static int64_t ask_for_next_window(const mha_plan *plan, mha_task *task, const place *here, const place *next)
+static int64_t prefetch_next_window(const mha_plan *plan, mha_task *task, const place *here, const place *next)
 {
     const mha_params *p = plan->p;
     int64_t last = mha_min(next->first_row + plan->rows_per_task, entry_rows(plan, next->batch)) - 1;
@@ -504,12 +505,12 @@ static int64_t ask_for_next_window(const mha_plan *plan, mha_task *task, const p
     set_range(p, &highest, &ranges, last / plan->group);
     /* the rest is this task's own where it is the same head */
     int64_t end = same_head ? mha_min(highest.visible, task->first) : highest.visible;
-    ask_for_keys(p, task, next, lowest.first, end);
+    prefetch_keys(p, task, next, lowest.first, end);
     return mha_min(lowest.first, end);
 }
 
 /* The task's share of the next head's keys. */
-static void ask_for_next_head(const mha_plan *plan, mha_task *task, const place *here, int64_t t)
+static void prefetch_next_head(const mha_plan *plan, mha_task *task, const place *here, int64_t t)
 {
     const mha_params *p = plan->p;
     int64_t tasks = head_tasks(plan, here->batch), share = here->first_row / plan->rows_per_task;
@@ -518,30 +519,30 @@ static void ask_for_next_head(const mha_plan *plan, mha_task *task, const place 
     ranges ranges = open_ranges(p, place.batch);
     mha_row last = {0}; /* what it sees the others mostly see too */
     set_range(p, &last, &ranges, entry_rows(plan, place.batch) / plan->group - 1);
-    ask_for_keys(p, task, &place, last.visible * share / tasks, last.visible * (share + 1) / tasks);
+    prefetch_keys(p, task, &place, last.visible * share / tasks, last.visible * (share + 1) / tasks);
 }
 
-/* What task t asks for beside its own work: keys and values, and the rows of the task that this thread probably takes next. */
-static void look_ahead(const mha_plan *plan, mha_task *task, const place *here, int64_t t)
+/* What task t prefetches beside its own work: keys and values, and the rows of the task that this thread probably takes next. */
+static void choose_prefetches(const mha_plan *plan, mha_task *task, const place *here, int64_t t)
 {
     const mha_params *p = plan->p;
     int has_next = !plan->split_tasks && t + plan->threads < plan->tasks;
     place next = has_next ? locate(plan, t + plan->threads) : *here;
     int64_t first_key = 0;
-    for (int n = 0; n < MHA_AHEAD; n++) task->ahead[n].rows = 0;
-    if (plan->own_ahead)
-        ask_for_own_keys(p, task, here);
+    for (int n = 0; n < MHA_PREFETCHES; n++) task->prefetch[n].rows = 0;
+    if (plan->prefetches_own)
+        prefetch_own_keys(p, task, here);
     else if (p->window_left < 0)
-        ask_for_next_head(plan, task, here, t);
+        prefetch_next_head(plan, task, here, t);
     else if (has_next)
-        first_key = ask_for_next_window(plan, task, here, &next);
+        first_key = prefetch_next_window(plan, task, here, &next);
     if (!has_next || plan->group != 1) return;
     int64_t before = p->q_starts ? p->q_starts[next.batch] : 0, first = before + next.first_row;
     int64_t last = mha_min(first + plan->rows_per_task, before + entry_rows(plan, next.batch));
-    task->ahead[2] = ahead_rows(&p->query, head_rows(p, &p->query, &next), first, last, p->head_dim);
-    task->ahead[3] = ahead_rows(&p->out, head_rows(p, &p->out, &next), first, last, p->value_dim);
+    task->prefetch[2] = prefetch_of(&p->query, head_rows(p, &p->query, &next), first, last, p->head_dim);
+    task->prefetch[3] = prefetch_of(&p->out, head_rows(p, &p->out, &next), first, last, p->value_dim);
     if (p->mask.data)
-        task->ahead[4] = ahead_rows(
+        task->prefetch[4] = prefetch_of(
             &p->mask, head_rows(p, &p->mask, &next) + first_key * p->mask.col * mha_item_bytes(p->mask.dtype), first,
             last, mha_min(p->kv_len - first_key, MHA_KEY_BLOCK));
 }
@@ -602,7 +603,7 @@ void mha_attention_task(const void *of, int phase, int64_t t, int thread)
             task->state = plan->states + t * plan->state_bytes;
         }
         int few = entry_rows(plan, place.batch) <= MHA_FEW_ROWS;
-        if (!few && !plan->p->pages) look_ahead(plan, task, &place, t);
+        if (!few && !plan->p->pages) choose_prefetches(plan, task, &place, t);
         (few ? plan->kernels->attend_few : plan->kernels->attend_panels)(task, scratch);
     }
 }

@@ -104,7 +104,7 @@ MHA_INLINE void FN(pair_product_tile)(const int rows, const int vecs, const REAL
         const uint16_t *row[2] = {(const uint16_t *)b + k * b_row, (const uint16_t *)b + (k + 1) * b_row};
         VEC col[8];
         UNROLL for (int i = 0; i < 2; i++) {
-            FN(ask)((const char *)(row[i] + ahead * b_row), vecs * V(lanes) * 2);
+            FN(prefetch_row)((const char *)(row[i] + ahead * b_row), vecs * V(lanes) * 2);
             int present = k + i < count;
             UNROLL for (int v = 0; v < vecs - 2; v += 2)
                 col[v + i] = present ? V(load_pairs)(row[i] + v * V(lanes)) : V(zero)();

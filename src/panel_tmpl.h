@@ -154,27 +154,27 @@ static FN(block) FN(seen_block)(const FN(block) *block, int64_t first)
 /* The border that a block begins at, whatever is left out in front: keys and positions are counted from there as REAL. */
 MHA_INLINE int64_t FN(block_base)(const FN(block) *block) { return block->first / MHA_KEY_BLOCK * MHA_KEY_BLOCK; }
 
-/* Rows to ask for per tile of keys, so that a panel asks for all of them. */
-static int64_t FN(ahead_rows)(const mha_task *task)
+/* Rows to prefetch per tile of keys, so that a panel prefetches all of them. */
+static int64_t FN(prefetch_rows)(const mha_task *task)
 {
     int64_t end = mha_min(task->visible, task->split_end * MHA_KEY_SPLIT), most = 0;
     int64_t tiles = mha_max(end - FN(split_first)(task, task->split_begin), 0) / V(key_tile) + 1;
-    for (int n = 0; n < MHA_AHEAD; n++) most = mha_max(most, task->ahead[n].rows);
+    for (int n = 0; n < MHA_PREFETCHES; n++) most = mha_max(most, task->prefetch[n].rows);
     return (most + tiles - 1) / tiles;
 }
 
-/* Asks for the shares of the tiles [begin, end) of the task's keys. */
-static void FN(look_ahead)(const FN(panel) *panel, int64_t begin, int64_t end)
+/* Prefetches the shares of the tiles [begin, end) of the task's keys. */
+static void FN(prefetch_shares)(const FN(panel) *panel, int64_t begin, int64_t end)
 {
-    const mha_ahead *ahead = panel->ahead;
-    for (int n = 0; n < MHA_AHEAD; n++)
-        for (int64_t r = begin * panel->ahead_rows; r < mha_min(end * panel->ahead_rows, ahead[n].rows); r++)
-            for (int64_t byte = 0; byte < ahead[n].row_bytes; byte += 64)
-                PREFETCH(ahead[n].data + r * ahead[n].step + byte);
+    const mha_prefetch *prefetch = panel->prefetch;
+    for (int n = 0; n < MHA_PREFETCHES; n++)
+        for (int64_t r = begin * panel->prefetch_rows; r < mha_min(end * panel->prefetch_rows, prefetch[n].rows); r++)
+            for (int64_t byte = 0; byte < prefetch[n].row_bytes; byte += 64)
+                PREFETCH(prefetch[n].data + r * prefetch[n].step + byte);
 }
 
-/* Asks for the mask of the keys from key on, the shares of the tiles [begin, end) of the block before. */
-static void FN(look_ahead_mask)(const mha_task *task, const FN(panel) *panel, int64_t key, int64_t begin, int64_t end)
+/* Prefetches the mask of the keys from key on, the shares of the tiles [begin, end) of the block before. */
+static void FN(prefetch_mask)(const mha_task *task, const FN(panel) *panel, int64_t key, int64_t begin, int64_t end)
 {
     int64_t bytes = mha_item_bytes(task->mask_dtype), share = panel->num_rows * V(key_tile) / MHA_KEY_BLOCK + 1;
     if (task->mask_col != 1 || key >= panel->visible) return;
@@ -200,9 +200,9 @@ static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel
         int64_t left = first + count - k, key = block->first + k;
         int64_t keys = panel->vecs == 1 && left >= FN(tall_tile) ? FN(tall_tile) : mha_next_tile(left, V(key_tile));
         int64_t begin = mha_divide_up(k, V(key_tile)),
-                end = mha_divide_up(k + keys, V(key_tile)); /* an edge tile asks once */
-        if (panel->ahead) FN(look_ahead)(panel, tiles_before + begin, tiles_before + end);
-        if (task->has_mask) FN(look_ahead_mask)(task, panel, FN(block_base)(block) + MHA_KEY_BLOCK, begin, end);
+                end = mha_divide_up(k + keys, V(key_tile)); /* an edge tile prefetches once */
+        if (panel->prefetch) FN(prefetch_shares)(panel, tiles_before + begin, tiles_before + end);
+        if (task->has_mask) FN(prefetch_mask)(task, panel, FN(block_base)(block) + MHA_KEY_BLOCK, begin, end);
         int upper = key + keys > panel->all_visible, lower = key < panel->all_first;
         int rules = always || (lower && task->has_mask), masked = task->has_mask || lower || upper;
         mask.bits = s->bits ? s->bits + k : NULL;
@@ -233,8 +233,8 @@ static void FN(open_panel)(const mha_task *task, FN(scratch) *s, int p, FN(panel
     panel->num_rows = mha_min(task->num_rows - p * V(panel), V(panel));
     panel->vecs = (int)(mha_round_up(panel->num_rows, V(lanes)) / V(lanes));
     panel->query = s->query[p];
-    panel->ahead = p == 0 ? task->ahead : NULL;
-    panel->ahead_rows = panel->ahead ? FN(ahead_rows)(task) : 0;
+    panel->prefetch = p == 0 ? task->prefetch : NULL;
+    panel->prefetch_rows = panel->prefetch ? FN(prefetch_rows)(task) : 0;
     panel->shared_mask = 1;
     panel->visible = panel->all_visible = panel->rows[0].visible;
     panel->first = panel->all_first = panel->rows[0].first;
