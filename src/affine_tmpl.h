@@ -62,8 +62,8 @@ static void FN(affine_columns)(const mha_affine *a, const REAL *x, int64_t x_row
         int64_t depth = mha_min(a->depth - k, FN(affine_depth));
         for (int64_t r = 0; r < a->rows;) {
             int64_t left = a->rows - r, tile = mha_next_tile(left, V(row_tile));
-            FN(affine_rows)(tile, vecs, x + r * x_row + k, x_row, (const char *)(weight + k * weight_row), weight_row, depth,
-                            width % V(lanes), k ? NULL : (const REAL *)a->bias + col,
+            FN(affine_rows)(tile, vecs, x + r * x_row + k, x_row, (const char *)(weight + k * weight_row), weight_row,
+                            depth, width % V(lanes), k ? NULL : (const REAL *)a->bias + col,
                             (REAL *)a->out + r * a->out_row + col, a->out_row);
             r += tile;
         }

@@ -1,4 +1,5 @@
-/* What every level includes: what differs between compilers (inlining, unrolling, restrict, prefetch), and the lowest numbers. */
+/* What every level includes: what differs between compilers (inlining, unrolling, restrict, prefetch), and the lowest
+ * numbers. */
 #ifndef MHA_COMPILER_H
 #define MHA_COMPILER_H
 
@@ -26,7 +27,8 @@
 #endif
 #define RESTRICT __restrict__
 #define PREFETCH(address) __builtin_prefetch(address)
-/* One of several pointers into one array: compilers would make all of them of the first, with more offsets than registers. */
+/* One of several pointers into one array: compilers would make all of them of the first, with more offsets than
+ * registers. */
 #define OPAQUE(pointer) __asm__("" : "+r"(pointer))
 /* Compilers may read a value from memory again at each use instead. kind: the letter for its registers. */
 #define IN_REGISTER(kind, value) __asm__("" : "+" kind(value))

@@ -1,4 +1,4 @@
-/* CPU and operating system detection, and the floating-point control register. Built for the architecture's baseline. */
+/* Detection of CPU and operating system, the floating-point control register. Built for the architecture's baseline. */
 #include "cpu.h"
 
 #if defined(__x86_64__) || defined(_M_X64)

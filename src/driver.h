@@ -1,4 +1,5 @@
-/* What the driver of attention offers to that of a layer: plans, phases of tasks, and the one parallel region. Internal. */
+/* What the driver of attention offers to that of a layer: plans, phases of tasks, and the one parallel region.
+ * Internal. */
 #ifndef MHA_DRIVER_H
 #define MHA_DRIVER_H
 
@@ -39,8 +40,8 @@ typedef struct mha_plan {
 
 /* What the driver can check at once; a plan is made of checked parameters. */
 mha_status mha_check(const mha_params *params);
-/* The plan for this many threads; the same from the same arguments, so size and use of the workspace agree. bytes is -1 where
- * it is beyond what can be addressed. */
+/* The plan for this many threads; the same from the same arguments, so size and use of the workspace agree. bytes is -1
+ * where it is beyond what can be addressed. */
 void mha_make_plan(mha_plan *plan, const mha_params *params, int threads);
 /* Lays the plan over memory, aligned to a cache line. */
 void mha_place_plan(mha_plan *plan, char *memory);
@@ -53,7 +54,7 @@ void mha_attention_start(const void *plan, int thread);
 int64_t mha_attention_tasks(const void *plan, int phase);
 void mha_attention_task(const void *plan, int phase, int64_t task, int thread);
 
-/* Sizes beyond this are refused before they overflow: a workspace has fewer than 2^13 bytes a unit of depth and thread. */
+/* Sizes beyond this are refused before they overflow: a workspace has under 2^13 bytes a unit of depth and thread. */
 #define MHA_MAX_DEPTH (INT64_MAX >> 16)
 
 static inline int64_t mha_align_up(int64_t n) { return mha_round_up(n, 64); }

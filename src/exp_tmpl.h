@@ -1,8 +1,8 @@
 /* 2^x and e^x for x <= 0 in vector lanes: -inf gives 0, NaN stays NaN.
  *
- * 2^x = 2^floor(x) * p(x - floor(x)), p a minimax polynomial of 2^f on [0, 1) in the relative error with p(0) = 1 (Remez
- * exchange in 60 digits): error 8.3e-8 at degree 5 for float32, 3.3e-18 at degree 11 for float64, before rounding.
- * Takes EXP2_COEFFICIENTS, highest power first.
+ * 2^x = 2^floor(x) * p(x - floor(x)), p a minimax polynomial of 2^f on [0, 1) in the relative error with p(0) = 1
+ * (Remez exchange in 60 digits): error 8.3e-8 at degree 5 for float32, 3.3e-18 at degree 11 for float64, before
+ * rounding. Takes EXP2_COEFFICIENTS, highest power first.
  */
 MHA_INLINE VEC FN(exp2_lanes)(VEC x)
 {

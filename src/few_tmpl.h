@@ -6,8 +6,8 @@
 /* How many bytes before their turn keys and values are prefetched. */
 enum { FN(few_prefetch_bytes) = 8192 };
 
-/* Whether keys and values are prefetched. One row of the compute dtype has so little arithmetic that this gains only where a long head lies in one
- * piece. */
+/* Whether keys and values are prefetched. One row of the compute dtype has so little arithmetic that this gains only
+ * where a long head lies in one piece. */
 static int FN(few_prefetches)(const mha_task *task)
 {
     if (task->num_rows > 1 || task->key.dtype != REAL_DTYPE) return 1;
@@ -15,8 +15,8 @@ static int FN(few_prefetches)(const mha_task *task)
            task->visible - task->first > MHA_KEY_SPLIT;
 }
 
-/* Where in the rows to come the next line is prefetched: in the order of memory, which hardware follows best, while a tile
- * reads four rows side by side. */
+/* Where in the rows to come the next line is prefetched: in the order of memory, which hardware follows best, while a
+ * tile reads four rows side by side. */
 typedef struct FN(prefetcher) {
     const char *row;
     int64_t row_bytes, step, at; /* step: from row to row in bytes */
@@ -60,8 +60,9 @@ MHA_INLINE VEC FN(load_depth_n)(const mha_dtype storage, const char *row, int64_
 #endif
 }
 
-/* scores[row][key] of a tile of rows x keys (1 to 4). Four scores a row are written, two by four rows that take two keys at a
- * time: rows of scores have room for them. key: of dtype storage, converted in registers (pairs are not), once for all rows. rows, keys, storage: constants once inlined. */
+/* scores[row][key] of a tile of rows x keys (1 to 4). Four scores a row are written, two by four rows that take two
+ * keys at a time: rows of scores have room for them. key: of dtype storage, converted in registers (pairs are not),
+ * once for all rows. rows, keys, storage: constants once inlined. */
 MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype storage, const REAL *RESTRICT query,
                              int64_t query_row, const char *RESTRICT key, int64_t key_row, int64_t head_dim,
                              FN(prefetcher) *next, REAL *RESTRICT scores, int64_t score_row)
@@ -99,8 +100,8 @@ MHA_INLINE void FN(dot_tile)(const int rows, const int keys, const mha_dtype sto
 }
 
 MHA_INLINE void FN(dot_rows)(const int rows, const mha_dtype storage, const REAL *query, int64_t query_row,
-                             const char *key, int64_t key_row, int64_t count, int64_t head_dim, int prefetches, REAL *scores,
-                             int64_t score_row)
+                             const char *key, int64_t key_row, int64_t count, int64_t head_dim, int prefetches,
+                             REAL *scores, int64_t score_row)
 {
     const int64_t item = mha_item_bytes(storage), row_bytes = head_dim * item;
     if (count * row_bytes <= FN(few_prefetch_bytes)) prefetches = 0; /* so few that the division below takes longer */
@@ -113,9 +114,12 @@ MHA_INLINE void FN(dot_rows)(const int rows, const mha_dtype storage, const REAL
     int64_t k = 0;
     for (; k + keys <= count; k += keys, key += keys * key_row * item)
         FN(dot_tile)(rows, keys, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
-    if (keys > 3 && count - k == 3) FN(dot_tile)(rows, 3, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
-    if (keys > 2 && count - k == 2) FN(dot_tile)(rows, 2, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
-    if (count - k == 1) FN(dot_tile)(rows, 1, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);
+    if (keys > 3 && count - k == 3) FN(dot_tile)(rows, 3, storage, query, query_row, key, key_row, head_dim, &next,
+                                                 scores + k, score_row);
+    if (keys > 2 && count - k == 2) FN(dot_tile)(rows, 2, storage, query, query_row, key, key_row, head_dim, &next,
+                                                 scores + k, score_row);
+    if (count - k == 1) FN(dot_tile)(rows, 1, storage, query, query_row, key, key_row, head_dim, &next, scores + k,
+                                     score_row);
 }
 
 /* scores[row][key] of a block, times the scales of the keys. */
@@ -128,11 +132,14 @@ MHA_INLINE void FN(few_scores_of)(const mha_dtype storage, const mha_task *task,
         const REAL *query = s->query[0] + r * s->few_row;
         REAL *scores = s->scores + r * s->score_row;
         if (V(few_rows) >= 4 && left >= 4)
-            FN(dot_rows)(4, storage, query, s->few_row, keys->data, key_row, count, head_dim, prefetches, scores, s->score_row);
+            FN(dot_rows)(4, storage, query, s->few_row, keys->data, key_row, count, head_dim, prefetches, scores,
+                         s->score_row);
         else if (left >= 2)
-            FN(dot_rows)(2, storage, query, s->few_row, keys->data, key_row, count, head_dim, prefetches, scores, s->score_row);
+            FN(dot_rows)(2, storage, query, s->few_row, keys->data, key_row, count, head_dim, prefetches, scores,
+                         s->score_row);
         else
-            FN(dot_rows)(1, storage, query, s->few_row, keys->data, key_row, count, head_dim, prefetches, scores, s->score_row);
+            FN(dot_rows)(1, storage, query, s->few_row, keys->data, key_row, count, head_dim, prefetches, scores,
+                         s->score_row);
         r += left >= V(few_rows) ? V(few_rows) : left >= 2 ? 2 : 1;
     }
 }
@@ -168,12 +175,12 @@ static void FN(few_scores)(const mha_task *task, FN(scratch) *s, const FN(block)
         }
 }
 
-/* out[row] = alpha[row] * out[row] + sum_key weights[row][key] * value[key] for rows x vecs vectors of columns; tail: the
- * columns in the last vector, or in the last two of pairs, where that is not whole, else 0. */
+/* out[row] = alpha[row] * out[row] + sum_key weights[row][key] * value[key] for rows x vecs vectors of columns; tail:
+ * the columns in the last vector, or in the last two of pairs, where that is not whole, else 0. */
 MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const mha_dtype storage,
                                     const REAL *RESTRICT weights, int64_t weight_row, const char *RESTRICT value,
-                                    int64_t value_row, int64_t count, int64_t tail, int prefetches, const REAL *RESTRICT alpha,
-                                    int first, REAL *RESTRICT out, int64_t out_row)
+                                    int64_t value_row, int64_t count, int64_t tail, int prefetches,
+                                    const REAL *RESTRICT alpha, int first, REAL *RESTRICT out, int64_t out_row)
 {
     VEC acc[6][8];
     const int64_t ahead = FN(few_prefetch_bytes) / (vecs * V(lanes) * mha_item_bytes(storage));
@@ -194,7 +201,7 @@ MHA_INLINE void FN(few_output_tile)(const int rows, const int vecs, const mha_dt
     }
 }
 
-/* Column tiles as wide as the rows leave registers for: values come from memory a whole row at a time where that fits. */
+/* Column tiles as wide as the rows leave registers for: values come from memory by whole rows where that fits. */
 MHA_INLINE void FN(few_output_rows)(const int rows, const mha_dtype storage, const REAL *weights, int64_t weight_row,
                                     const char *values, int64_t value_row, int64_t count, int64_t cols, int prefetches,
                                     const REAL *alpha, int first, REAL *out, int64_t out_row)
@@ -206,13 +213,17 @@ MHA_INLINE void FN(few_output_rows)(const int rows, const mha_dtype storage, con
         int64_t tail = cols - c < width * V(lanes) ? cols % FN(few_numbers) : 0;
         const char *value = values + c * mha_item_bytes(storage);
         if (V(col_vecs) == 4 && rows <= 2 && width == 8)
-            FN(few_output_tile)(rows, 8, storage, weights, weight_row, value, value_row, count, tail, prefetches, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 8, storage, weights, weight_row, value, value_row, count, tail, prefetches,
+                                alpha, first, out + c, out_row);
         else if (width == 4)
-            FN(few_output_tile)(rows, 4, storage, weights, weight_row, value, value_row, count, tail, prefetches, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 4, storage, weights, weight_row, value, value_row, count, tail, prefetches,
+                                alpha, first, out + c, out_row);
         else if (width == 2)
-            FN(few_output_tile)(rows, 2, storage, weights, weight_row, value, value_row, count, tail, prefetches, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 2, storage, weights, weight_row, value, value_row, count, tail, prefetches,
+                                alpha, first, out + c, out_row);
         else if (!PAIRS)
-            FN(few_output_tile)(rows, 1, storage, weights, weight_row, value, value_row, count, tail, prefetches, alpha, first, out + c, out_row);
+            FN(few_output_tile)(rows, 1, storage, weights, weight_row, value, value_row, count, tail, prefetches,
+                                alpha, first, out + c, out_row);
         c += width * V(lanes);
     }
 }
@@ -307,7 +318,8 @@ static void FN(few_softmax)(FN(scratch) *s, int64_t rows, int64_t count, const R
 }
 
 MHA_INLINE void FN(few_output_of)(const mha_dtype storage, const mha_task *task, FN(scratch) *s, const REAL *weights,
-                                  const REAL *alphas, const mha_rows *values, int64_t count, FN(state) *state, int first)
+                                  const REAL *alphas, const mha_rows *values, int64_t count, FN(state) *state,
+                                  int first)
 {
     int64_t cols = task->value_dim, score_row = s->score_row, row = values->row;
     int prefetches = FN(few_prefetches)(task);
@@ -317,19 +329,22 @@ MHA_INLINE void FN(few_output_of)(const mha_dtype storage, const mha_task *task,
         /* four rows where they need no narrower column tiles than two, or where registers are few anyway */
         int four = V(few_rows) >= 4 && left >= 4 && (V(col_vecs) == 2 || cols <= V(col_vecs) * V(lanes));
         if (V(few_rows) >= 4 && four)
-            FN(few_output_rows)(4, storage, from, score_row, values->data, row, count, cols, prefetches, alpha, first, out, s->out_row);
+            FN(few_output_rows)(4, storage, from, score_row, values->data, row, count, cols, prefetches, alpha, first,
+                                out, s->out_row);
         else if (left >= 2)
-            FN(few_output_rows)(2, storage, from, score_row, values->data, row, count, cols, prefetches, alpha, first, out, s->out_row);
+            FN(few_output_rows)(2, storage, from, score_row, values->data, row, count, cols, prefetches, alpha, first,
+                                out, s->out_row);
         else
-            FN(few_output_rows)(1, storage, from, score_row, values->data, row, count, cols, prefetches, alpha, first, out, s->out_row);
+            FN(few_output_rows)(1, storage, from, score_row, values->data, row, count, cols, prefetches, alpha, first,
+                                out, s->out_row);
         r += four ? 4 : left >= 2 ? 2 : 1;
     }
 }
 
-/* The output moves on by the keys of a block or of a part of one, whose weights are multiplied by the scales of the values; their
- * sum is not. weights: [row][score_row] from the first of these keys on. */
-static void FN(few_output)(const mha_task *task, FN(scratch) *s, const FN(block) *block, REAL *weights, const REAL *alphas,
-                           FN(state) *state, int first, int careful)
+/* The output moves on by the keys of a block or of a part of one, whose weights are multiplied by the scales of the
+ * values; their sum is not. weights: [row][score_row] from the first of these keys on. */
+static void FN(few_output)(const mha_task *task, FN(scratch) *s, const FN(block) *block, REAL *weights,
+                           const REAL *alphas, FN(state) *state, int first, int careful)
 {
     const mha_rows *values = &block->values;
     const REAL *scaled = values->scale ? s->scaled : weights;
@@ -351,10 +366,10 @@ static void FN(few_output)(const mha_task *task, FN(scratch) *s, const FN(block)
 
 _Static_assert(!PAIRS || V(few_part) >= MHA_KEY_BLOCK, "weights become pairs a whole block at a time");
 
-/* The same in parts, whose rows of values stay in the nearest cache while their columns are gone through one tile after the other.
- * The borders are the same for all rows, widths and dtypes, and so is the order of summation. */
-static void FN(few_output_parts)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state, int first,
-                                 int careful)
+/* The same in parts, whose rows of values stay in the nearest cache while their columns are gone through one tile after
+ * the other. The borders are the same for all rows, widths and dtypes, and so is the order of summation. */
+static void FN(few_output_parts)(const mha_task *task, FN(scratch) *s, const FN(block) *block, FN(state) *state,
+                                 int first, int careful)
 {
     REAL unchanged[MHA_FEW_ROWS];
     for (int64_t r = 0; r < MHA_FEW_ROWS; r++) unchanged[r] = 1;

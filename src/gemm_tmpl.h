@@ -1,5 +1,5 @@
-/* The micro-kernels: scores S^T = K Q^T and output O = P V of a panel, and the product of plain rows. Each result is summed in one accumulator in the
- * order of depth or keys, whatever the tile, so a row has the same bits in every tile.
+/* The micro-kernels: scores S^T = K Q^T and output O = P V of a panel, and the product of plain rows. Each result is
+ * summed in one accumulator in the order of depth or keys, whatever the tile, so a row has the same bits in every tile.
  */
 
 _Static_assert(V(key_tile) <= 8 && V(query_vecs) <= 3 && V(row_tile) <= 6 && V(col_vecs) <= 4 && V(few_rows) <= 4,
@@ -36,12 +36,12 @@ MHA_INLINE void FN(store_scores)(const int keys, const int vecs, const int kind,
     }
 }
 
-/* scores[key][lane] = sum_e keys[key][e] * query[e][lane] for a tile of keys x vecs vectors, -inf where the mask (NULL: none)
- * hides, and max[lane] raised to them. keys, vecs: constants once inlined. query: packed strip
+/* scores[key][lane] = sum_e keys[key][e] * query[e][lane] for a tile of keys x vecs vectors, -inf where the mask (NULL:
+ * none) hides, and max[lane] raised to them. keys, vecs: constants once inlined. query: packed strip
  * [head_dim][query_vecs * lanes]. scores: row length panel. */
 MHA_INLINE void FN(score_tile)(const int keys, const int vecs, const REAL *RESTRICT query, const REAL *RESTRICT key,
-                               int64_t key_row, int64_t steps, REAL scale, const FN(tile_mask) *mask, REAL *RESTRICT scores,
-                               REAL *RESTRICT max)
+                               int64_t key_row, int64_t steps, REAL scale, const FN(tile_mask) *mask,
+                               REAL *RESTRICT scores, REAL *RESTRICT max)
 {
     VEC acc[16][3];
     const REAL *row[4] = {key, key + 4 * key_row, key + 8 * key_row, key + 12 * key_row};
@@ -101,11 +101,12 @@ typedef struct FN(run) {
 } FN(run);
 
 /* out[row][col] = alpha[row] * out[row][col] + sum_key weights[key][row] * value[key][col] for a tile of rows x vecs
- * vectors and keys [seen, visible); where first is set, out is not read. rows, vecs: constants once inlined. weights: row
- * length panel. */
+ * vectors and keys [seen, visible); where first is set, out is not read. rows, vecs: constants once inlined. weights:
+ * row length panel. */
 MHA_INLINE void FN(output_tile)(const int rows, const int vecs, const REAL *RESTRICT weights,
                                 const REAL *RESTRICT value, int64_t value_row, const FN(run) *runs, int num_runs,
-                                int64_t seen, int64_t visible, const REAL *RESTRICT alpha, int first, REAL *RESTRICT out, int64_t out_row)
+                                int64_t seen, int64_t visible, const REAL *RESTRICT alpha, int first,
+                                REAL *RESTRICT out, int64_t out_row)
 {
     VEC acc[6][4];
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
@@ -134,8 +135,8 @@ MHA_INLINE void FN(output_tile)(const int rows, const int vecs, const REAL *REST
 }
 
 MHA_INLINE void FN(output_vecs)(const int rows, int vecs, const REAL *weights, const REAL *value, int64_t value_row,
-                                const FN(run) *runs, int num_runs, int64_t seen, int64_t visible, const REAL *alpha, int first,
-                                REAL *out, int64_t out_row)
+                                const FN(run) *runs, int num_runs, int64_t seen, int64_t visible, const REAL *alpha,
+                                int first, REAL *out, int64_t out_row)
 {
     if (V(col_vecs) >= 4 && vecs == 4)
         FN(output_tile)(rows, 4, weights, value, value_row, runs, num_runs, seen, visible, alpha, first, out, out_row);
@@ -148,11 +149,12 @@ MHA_INLINE void FN(output_vecs)(const int rows, int vecs, const REAL *weights, c
 }
 
 MHA_NOINLINE void FN(output_rows)(int64_t rows, int vecs, const REAL *weights, const REAL *value, int64_t value_row,
-                                  const FN(run) *runs, int num_runs, int64_t seen, int64_t visible, const REAL *alpha, int first,
-                                  REAL *out, int64_t out_row)
+                                  const FN(run) *runs, int num_runs, int64_t seen, int64_t visible, const REAL *alpha,
+                                  int first, REAL *out, int64_t out_row)
 {
     if (rows == V(row_tile))
-        FN(output_vecs)(V(row_tile), vecs, weights, value, value_row, runs, num_runs, seen, visible, alpha, first, out, out_row);
+        FN(output_vecs)(V(row_tile), vecs, weights, value, value_row, runs, num_runs, seen, visible, alpha, first,
+                        out, out_row);
     else if (V(row_tile) > 4 && rows == 4)
         FN(output_vecs)(4, vecs, weights, value, value_row, runs, num_runs, seen, visible, alpha, first, out, out_row);
     else if (rows == 2)
@@ -166,9 +168,9 @@ MHA_INLINE void FN(prefetch_row)(const char *row, int64_t bytes)
     for (int64_t byte = 0; byte < bytes; byte += 64) PREFETCH(row + byte);
 }
 
-/* acc[row][vec] = sum_k a[row][k] * b[k][vec] for a tile of rows x vecs vectors; b is of dtype storage; tail: the columns in the
- * last vector where it is not whole, else 0; ahead: how many rows before their turn those of b are prefetched, 0: never. rows,
- * vecs, storage: constants once inlined. */
+/* acc[row][vec] = sum_k a[row][k] * b[k][vec] for a tile of rows x vecs vectors; b is of dtype storage; tail: the
+ * columns in the last vector where it is not whole, else 0; ahead: how many rows before their turn those of b are
+ * prefetched, 0: never. rows, vecs, storage: constants once inlined. */
 MHA_INLINE void FN(product_tile)(const int rows, const int vecs, const REAL *RESTRICT a, int64_t a_row,
                                  const mha_dtype storage, const char *RESTRICT b, int64_t b_row, int64_t count,
                                  int64_t tail, const int64_t ahead, VEC acc[6][8])

@@ -1,5 +1,5 @@
-/* What every isa_<level>.c compiles behind its vector operations: the algorithm once per compute dtype. Takes nothing but the
- * operations; gives kernels_f32 and kernels_f64.
+/* What every isa_<level>.c compiles behind its vector operations: the algorithm once per compute dtype. Takes nothing
+ * but the operations; gives kernels_f32 and kernels_f64.
  */
 #include <math.h>
 #include <stddef.h>

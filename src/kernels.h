@@ -1,9 +1,9 @@
 /* The contract between the driver (which knows shapes) and the kernels (which know tiles). Internal.
  *
- * A task is one group of query rows against the keys of one key/value head. Keys are cut into splits of MHA_KEY_SPLIT and
- * those into blocks of MHA_KEY_BLOCK, both counted from key 0: they are part of the arithmetic, so a row has the same bits
- * whatever thread, task or batch it is computed in. The result over a range of keys is a state: row_max, row_sum and
- * the unnormalised output; states are folded in the order of the keys.
+ * A task is one group of query rows against the keys of one key/value head. Keys are cut into splits of MHA_KEY_SPLIT
+ * and those into blocks of MHA_KEY_BLOCK, both counted from key 0: they are part of the arithmetic, so a row has the
+ * same bits whatever thread, task or batch it is computed in. The result over a range of keys is a state: row_max,
+ * row_sum and the unnormalised output; states are folded in the order of the keys.
  */
 #ifndef MHA_KERNELS_H
 #define MHA_KERNELS_H
@@ -70,8 +70,8 @@ typedef struct mha_row {
     int64_t position;       /* among the keys; where there are slopes */
 } mha_row;
 
-/* Rows that this task or a later one will touch, prefetched while it computes: what a head reads for the first time comes from
- * memory, and the hardware's own prefetch stops at every page. */
+/* Rows that this task or a later one will touch, prefetched while it computes: what a head reads for the first time
+ * comes from memory, and the hardware's own prefetch stops at every page. */
 typedef struct mha_prefetch {
     const char *data;
     int64_t step, rows, row_bytes; /* step in bytes */
@@ -130,8 +130,8 @@ static inline int64_t mha_even_keys(const mha_task *task, const mha_matrix *matr
     return mha_min(even, count);
 }
 
-/* out[rows][col_begin..col_end] = x weight + bias. weight has depth rows: those of the matrix itself, or packed column tiles.
- * out and bias are in the compute dtype; col_begin is the border of a column tile. */
+/* out[rows][col_begin..col_end] = x weight + bias. weight has depth rows: those of the matrix itself, or packed column
+ * tiles. out and bias are in the compute dtype; col_begin is the border of a column tile. */
 typedef struct mha_affine {
     mha_matrix x;
     const char *weight, *bias;
@@ -147,7 +147,7 @@ typedef struct mha_kernels {
     int64_t (*state_bytes)(const mha_task *task);
     void (*attend_panels)(const mha_task *task, void *scratch);
     void (*attend_few)(const mha_task *task, void *scratch);
-    /* Folds the states of splits [split_begin, split_end) that lie one after the other, normalises and writes the rows. */
+    /* Folds the states of splits [split_begin, split_end), one after the other, normalises and writes the rows. */
     void (*merge)(const mha_task *task, void *states, void *scratch);
     void (*panel_weights)(const mha_task *task, void *scratch);
     void (*few_weights)(const mha_task *task, void *scratch);
@@ -159,8 +159,8 @@ typedef struct mha_kernels {
 } mha_kernels;
 
 enum { MHA_PAIRS = 2 };
-/* Tables for float32 and float64, indexed by mha_dtype, and one for bfloat16 in all three inputs where the level multiplies
- * pairs of them, else NULL. */
+/* Tables for float32 and float64, indexed by mha_dtype, and one for bfloat16 in all three inputs where the level
+ * multiplies pairs of them, else NULL. */
 typedef const mha_kernels *const mha_kernel_tables[3];
 #define MHA_KERNELS_OF(LEVEL, level) extern mha_kernel_tables mha_kernels_##level;
 MHA_LEVELS(MHA_KERNELS_OF)

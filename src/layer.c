@@ -1,6 +1,6 @@
-/* A multi-head attention layer in one parallel region: weights packed, queries, keys and values projected, attended, the output
- * projected. Heads stay in the columns where the projections leave them, so nothing is transposed. Weights are read anew in
- * every call, in place where that is fast. Built for the architecture's baseline.
+/* A multi-head attention layer in one parallel region: weights packed, queries, keys and values projected, attended,
+ * the output projected. Heads stay in the columns where the projections leave them, so nothing is transposed. Weights
+ * are read anew in every call, in place where that is fast. Built for the architecture's baseline.
  *
  * Vaswani et al. 2017, section 3.2.2.
  */
@@ -55,7 +55,7 @@ static char *take(layer_plan *plan, int64_t bytes)
     return taken;
 }
 
-/* Row length of an array in the workspace: an odd number of cache lines, so that rows spread over all sets of a cache. */
+/* Row length of an array in the workspace: an odd number of cache lines, so that rows spread over a cache's sets. */
 static int64_t spread(const layer_plan *plan, int64_t cols)
 {
     int64_t line = 64 / plan->item;
@@ -125,7 +125,8 @@ static mha_status make_layer_plan(layer_plan *plan, const mha_layer *layer, char
     }
     map *out = &plan->maps[OUT];
     int64_t attended_row = spread(plan, out->linear.depth);
-    /* A task reads its queries before it writes their results, so both take one place, but for weights, which come later. */
+    /* A task reads its queries before it writes their results, so both take one place, but for weights, which come
+     * later. */
     char *attended = plan->maps[QUERY].out;
     if (p->weights.data || p->head_dim != p->value_dim)
         attended = take(plan, mha_saturating(mha_saturating(out->rows, attended_row), plan->item));

@@ -1,5 +1,5 @@
-/* Dense masks of a panel against one key block: turned to the layout of the scores once per block, and whole tiles that hide
- * every key from every row dropped.
+/* Dense masks of a panel against one key block: turned to the layout of the scores once per block, and whole tiles that
+ * hide every key from every row dropped.
  */
 
 enum { FN(mask_tile) = 8 };

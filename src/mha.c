@@ -1,9 +1,9 @@
 /* The driver: cuts a call into tasks, gives them to threads, merges split results in the order of the keys.
  *
  * It knows shapes and strides, and of the kernels only their tile sizes. A task is a group of query panels of one
- * (batch entry, key/value head); where those are too few for the threads, each split of the keys is a task of its own and
- * leaves a state that a second phase merges. That choice moves work, never bits. Where weights are asked for, they are one
- * more phase. Built for the architecture's baseline.
+ * (batch entry, key/value head); where those are too few for the threads, each split of the keys is a task of its own
+ * and leaves a state that a second phase merges. That choice moves work, never bits. Where weights are asked for, they
+ * are one more phase. Built for the architecture's baseline.
  */
 #include "mha.h"
 
@@ -200,12 +200,12 @@ static int copies_blocks(const mha_plan *plan, int far)
            p->pages || p->value_dim % tiles.lanes || across_lines;
 }
 
-/* Tasks that each of many threads is left with where panels share copies, and where they share what a cache holds; the threads
- * that idle while others do their last task are at most this part of all tasks. */
+/* Tasks that each of many threads is left with where panels share copies, and where they share what a cache holds; the
+ * threads that idle while others do their last task are at most this part of all tasks. */
 enum { TASKS_WITH_COPIES = 4, TASKS_WITHOUT = 8, IDLE_PART = 16 };
 
-/* Panels of a task: several share copied blocks, or blocks that come from a farther cache, as long as many threads have tasks
- * enough, more for the lesser gain, and hardly one is idle while the others do their last. */
+/* Panels of a task: several share copied blocks, or blocks that come from a farther cache, as long as many threads have
+ * tasks enough, more for the lesser gain, and hardly one is idle while the others do their last. */
 static int64_t panels_together(const mha_plan *plan, int far)
 {
     const mha_params *p = plan->p;
@@ -248,7 +248,8 @@ void mha_make_plan(mha_plan *plan, const mha_params *p, int threads)
     for (int64_t b = 0; p->q_starts && b < plan->batches; b++) plan->tasks += entry_tasks(plan, b);
     plan->split_tasks = plan->threads > 1 && plan->splits > 1 && plan->tasks < 4 * (int64_t)plan->threads;
     if (plan->split_tasks) plan->tasks = mha_saturating(plan->tasks, plan->splits);
-    /* One task reads a long head alone: what it needs next is nearer than the next head, which would push it out of the cache. */
+    /* One task reads a long head alone: what it needs next is nearer than the next head, which would push it out of the
+     * cache. */
     plan->prefetches_own =
         plan->split_tasks || (plan->row_tasks == 1 && p->kv_len > MHA_KEY_SPLIT && p->window_left < 0);
     plan->shared = (mha_task){.scale = p->scale,
@@ -384,8 +385,8 @@ static void choose_queries(const mha_plan *plan, mha_task *task, const place *pl
     }
 }
 
-/* rows: of the key/value head in this phase. The queries of a group lie next to each other, so that a panel's positions, and
- * with them the keys that it sees, are close together. */
+/* rows: of the key/value head in this phase. The queries of a group lie next to each other, so that a panel's
+ * positions, and with them the keys that it sees, are close together. */
 static void fill_rows(const mha_plan *plan, mha_task *task, const place *place, int64_t rows, const int64_t *chosen)
 {
     const mha_params *p = plan->p;
@@ -426,8 +427,8 @@ static place locate_packed(const mha_plan *plan, int64_t t)
 }
 
 /* Task t of (batch entries by work, kv heads, row groups from the last to the first): the last rows see most keys, and
- * tasks of one head follow each other while its keys and values are in the cache. The last heads' tasks are sorted by row
- * group alone where a border makes them unequal: many threads then end together. */
+ * tasks of one head follow each other while its keys and values are in the cache. The last heads' tasks are sorted by
+ * row group alone where a border makes them unequal: many threads then end together. */
 static place locate(const mha_plan *plan, int64_t t)
 {
     if (plan->p->q_starts) return locate_packed(plan, t);
@@ -522,7 +523,8 @@ static void prefetch_next_head(const mha_plan *plan, mha_task *task, const place
     prefetch_keys(p, task, &place, last.visible * share / tasks, last.visible * (share + 1) / tasks);
 }
 
-/* What task t prefetches beside its own work: keys and values, and the rows of the task that this thread probably takes next. */
+/* What task t prefetches beside its own work: keys and values, and the rows of the task that this thread probably takes
+ * next. */
 static void choose_prefetches(const mha_plan *plan, mha_task *task, const place *here, int64_t t)
 {
     const mha_params *p = plan->p;
@@ -608,8 +610,8 @@ void mha_attention_task(const void *of, int phase, int64_t t, int thread)
     }
 }
 
-/* The one place with OpenMP: one region a call, a barrier between phases, tasks in their order to whoever is free; without
- * OpenMP one thread does them all. */
+/* The one place with OpenMP: one region a call, a barrier between phases, tasks in their order to whoever is free;
+ * without OpenMP one thread does them all. */
 void mha_run(const mha_job *job)
 {
 #ifdef _OPENMP

@@ -1,8 +1,8 @@
-/* The whole C interface of mha_fast: a parameter struct and a call for attention, the same for a layer, and what the build
- * and the CPU offer.
+/* The whole C interface of mha_fast: a parameter struct and a call for attention, the same for a layer, and what the
+ * build and the CPU offer.
  *
- * out[..., h, i, :] = softmax_j(cap(scale * query[..., h, i, :] . key[..., h / group, j, :]) + biases) value[..., h / group, j, :]
- * over the keys j that query i may see; group = num_heads / num_kv_heads. A query that sees no key gets 0.
+ * out[..., h, i, :] = softmax_j(cap(scale * query[..., h, i, :] . key[..., h / group, j, :]) + biases) value[..., h /
+ * group, j, :] over the keys j that query i may see; group = num_heads / num_kv_heads. A query that sees no key gets 0.
  *
  * Strides are in elements and may be anything, 0 and negative included. Arrays are read where they lie and may overlap,
  * but out, lse and weights overlap nothing. The caller has checked shapes and dtypes; here only O(1) checks are made.
@@ -56,32 +56,32 @@ typedef struct mha_params {
     mha_array offset;  /* MHA_I64 (*lead), within +-2^62; needed where causal, a window or slopes are set */
     mha_array slopes;  /* (*lead, heads), dtype as above, finite: -slope * |i + offset - j| is added to the scores */
     mha_array sinks;   /* (*lead, heads), dtype as above, finite or -inf: one more score of each row, without a value */
-    /* Packed sequences: entry b of the one leading dimension has queries q_starts[b] to q_starts[b + 1] and keys k_starts[b] to
-     * k_starts[b + 1] of arrays without that dimension (its stride is 0); q_len and kv_len are the largest. NULL without. No
-     * mask, no lengths, no weights beside it. */
+    /* Packed sequences: entry b of the one leading dimension has queries q_starts[b] to q_starts[b + 1] and keys
+     * k_starts[b] to k_starts[b + 1] of arrays without that dimension (its stride is 0); q_len and kv_len are the
+     * largest. NULL without. No mask, no lengths, no weights beside it. */
     const int64_t *q_starts, *k_starts;
-    /* Pages: key t of entry b is row t % page_len of page pages[b * pages_row + t / page_len], which is an index of the leading
-     * dimension of key and value. NULL without. */
+    /* Pages: key t of entry b is row t % page_len of page pages[b * pages_row + t / page_len], which is an index of the
+     * leading dimension of key and value. NULL without. */
     const int64_t *pages;
     int64_t page_len, pages_row;
-    /* (*lead, heads, q_len, value_dim | none | kv_len), dtype as above; out also MHA_F16 or MHA_BF16 of a computation in MHA_F32,
-     * rounded once. weights: zeros, column stride 1; hidden keys are left. */
+    /* (*lead, heads, q_len, value_dim | none | kv_len), dtype as above; out also MHA_F16 or MHA_BF16 of a computation
+     * in MHA_F32, rounded once. weights: zeros, column stride 1; hidden keys are left. */
     mha_array out, lse, weights;
     const int64_t *weight_rows; /* the queries whose weights are wanted, in the rows of weights; NULL: all */
     int64_t num_weight_rows;
 } mha_params;
 
-/* One linear map of a layer: (batch, len, depth) x times (depth, cols) weight plus bias. x, weight: MHA_F32 or MHA_F64, any
- * strides; x has one leading dimension, the batch. bias: cols numbers of the compute dtype, one after the other. */
+/* One linear map of a layer: (batch, len, depth) x times (depth, cols) weight plus bias. x, weight: MHA_F32 or MHA_F64,
+ * any strides; x has one leading dimension, the batch. bias: cols numbers of the compute dtype, one after the other. */
 typedef struct mha_linear {
     mha_array x, weight;
     const char *bias;
     int64_t len, depth, cols;
 } mha_linear;
 
-/* A multi-head attention layer: projections, attention, output projection in one call. attention.query, .key, .value and .out
- * are the core's own; the layer's heads lie next to each other in the columns of its maps. output.x is not read; out is
- * (batch, len, cols) with column stride 1. */
+/* A multi-head attention layer: projections, attention, output projection in one call. attention.query, .key, .value
+ * and .out are the core's own; the layer's heads lie next to each other in the columns of its maps. output.x is not
+ * read; out is (batch, len, cols) with column stride 1. */
 typedef struct mha_layer {
     mha_params attention;
     mha_linear query, key, value, output;
@@ -93,8 +93,8 @@ typedef struct mha_tiles {
     int align_values;                               /* values that lie across cache lines are copied */
 } mha_tiles;
 
-/* How a call is cut: row_tasks tasks of at most rows_per_task rows (q_len * group) for each key/value head of each batch entry,
- * with split_tasks times the splits of its keys. Of the last tail_heads heads, tasks come by row group. */
+/* How a call is cut: row_tasks tasks of at most rows_per_task rows (q_len * group) for each key/value head of each
+ * batch entry, with split_tasks times the splits of its keys. Of the last tail_heads heads, tasks come by row group. */
 typedef struct mha_task_plan {
     int64_t rows_per_task, row_tasks, splits, tail_heads, tasks;
     int split_tasks, threads;

@@ -77,8 +77,8 @@ static const REAL *FN(query_row)(const mha_task *task, const mha_row *row, REAL 
     return copy;
 }
 
-/* dst[e][lane] = factor * query[lane][e] for up to lanes queries, zeros in the other lanes; dst_row: its row length. Pairs are
- * copied as they are. */
+/* dst[e][lane] = factor * query[lane][e] for up to lanes queries, zeros in the other lanes; dst_row: its row length.
+ * Pairs are copied as they are. */
 static void FN(pack_query_lanes)(REAL *dst, int64_t dst_row, const mha_task *task, const mha_row *rows, int64_t count,
                                  REAL factor, REAL *converted)
 {

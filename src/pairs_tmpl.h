@@ -1,8 +1,8 @@
-/* What kernels of bfloat16 pairs have of their own: queries and keys are pairs along the depth as they are stored, values and
- * weights pairs of two keys. Takes PAIRS; without it a step is one number.
+/* What kernels of bfloat16 pairs have of their own: queries and keys are pairs along the depth as they are stored,
+ * values and weights pairs of two keys. Takes PAIRS; without it a step is one number.
  */
 #if PAIRS
-/* count numbers of a bfloat16 row as pairs, a zero behind an odd one. Bytes are copied, for the pairs are read as REAL. */
+/* count numbers of a bfloat16 row as pairs, a zero behind an odd one. Bytes are copied, for pairs are read as REAL. */
 static void FN(copy_pairs)(REAL *RESTRICT dst, const char *RESTRICT src, int64_t stride, int64_t count)
 {
     char *to = (char *)dst;
@@ -40,7 +40,7 @@ MHA_INLINE int FN(lies_in_pairs)(const char *row, int64_t stride, int64_t count)
     return stride == 1 && count % 2 == 0 && (uintptr_t)row % sizeof(REAL) == 0;
 }
 
-/* dst[key / 2][col] = the values of two keys, those of a last single key with zeros. careful: what is not finite is 0. */
+/* dst[key / 2][col] = values of two keys, those of a last single key with zeros. careful: what is not finite is 0. */
 static void FN(pack_value_pairs)(REAL *dst, int64_t dst_row, const mha_task *task, int64_t first, int64_t count,
                                  int careful)
 {
@@ -62,8 +62,8 @@ static void FN(pack_value_pairs)(REAL *dst, int64_t dst_row, const mha_task *tas
     }
 }
 
-/* Scores of one vector of lanes become weights, rounded to pairs of keys: those of keys k and k + 1 of the block lie at k / 2.
- * Gives the sum of the weights before they were rounded; key k belongs to the k % 4-th part. */
+/* Scores of one vector of lanes become weights, rounded to pairs of keys: those of keys k and k + 1 of the block lie at
+ * k / 2. Gives the sum of the weights before they were rounded; key k belongs to the k % 4-th part. */
 MHA_INLINE VEC FN(pair_exponentials)(REAL *scores, const FN(run) *runs, int num_runs, int64_t first, int64_t visible,
                                      VEC m)
 {
@@ -73,7 +73,9 @@ MHA_INLINE VEC FN(pair_exponentials)(REAL *scores, const FN(run) *runs, int num_
         int64_t end = runs[n].first + runs[n].count, seen = mha_min(end, visible);
         for (int64_t k = runs[n].first; k < end; k += 4) {
     UNROLL for (int i = 0; i < 4; i++) {
-                weight[i] = k + i >= first && k + i < seen ? FN(exp_lanes)(V(sub)(V(load)(scores + (k + i) * V(panel)), m)) : V(zero)();
+                weight[i] = k + i >= first && k + i < seen
+                                ? FN(exp_lanes)(V(sub)(V(load)(scores + (k + i) * V(panel)), m))
+                                : V(zero)();
                 sum[i] = V(add)(sum[i], weight[i]);
             }
             V(store)(scores + k / 2 * V(panel), V(pack_pairs)(weight[0], weight[1]));
@@ -92,11 +94,11 @@ static void FN(pack_weights)(REAL *weights, int64_t count)
     }
 }
 
-/* acc[row][vec] = sum_k a[row][k] * b[k][vec] for a tile of rows x vecs vectors of columns, vecs even, b where it lies: like
- * product_tile. a: pairs. tail: the columns in the last two vectors where those are not whole, else 0. */
+/* acc[row][vec] = sum_k a[row][k] * b[k][vec] for a tile of rows x vecs vectors of columns, vecs even, b where it lies:
+ * like product_tile. a: pairs. tail: the columns in the last two vectors where those are not whole, else 0. */
 MHA_INLINE void FN(pair_product_tile)(const int rows, const int vecs, const REAL *RESTRICT a, int64_t a_row,
-                                      const char *RESTRICT b, int64_t b_row, int64_t count, int64_t tail, const int64_t ahead,
-                                      VEC acc[6][8])
+                                      const char *RESTRICT b, int64_t b_row, int64_t count, int64_t tail,
+                                      const int64_t ahead, VEC acc[6][8])
 {
     const int64_t last = (vecs - 2) * V(lanes);
     UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(zero)();
@@ -118,6 +120,7 @@ MHA_INLINE void FN(pair_product_tile)(const int rows, const int vecs, const REAL
             UNROLL for (int v = 0; v < vecs; v++) acc[r][v] = V(dot_pairs)(broadcast, col[v], acc[r][v]);
         }
     }
-    UNROLL for (int r = 0; r < rows; r++) UNROLL for (int v = 0; v < vecs; v += 2) V(in_order)(&acc[r][v], &acc[r][v + 1]);
+    UNROLL for (int r = 0; r < rows; r++)
+        UNROLL for (int v = 0; v < vecs; v += 2) V(in_order)(&acc[r][v], &acc[r][v + 1]);
 }
 #endif

@@ -1,8 +1,8 @@
 /* Panels of queries against key blocks: online softmax with the scores transposed, so that a query is a lane.
  *
  * For each block: S^T = K Q^T; m' = max(m, max S); P = e^(S - m'); l = l e^(m - m') + sum P; O = O e^(m - m') + P V.
- * A block's sums start at 0. The packed queries hold the scale. The factor log2(e) of the exponential comes after the maximum
- * is subtracted: before, it would round large scores once more and overflow for a bias near the largest number.
+ * A block's sums start at 0. The packed queries hold the scale. The factor log2(e) of the exponential comes after the
+ * maximum is subtracted: before, it would round large scores once more and overflow for a bias near the largest number.
  * Milakov & Gimelshein 2018; Rabe & Staats 2021; Dao 2023.
  */
 
@@ -20,8 +20,8 @@ MHA_INLINE int FN(in_place)(const mha_task *task, const mha_matrix *matrix, int6
     return readable && matrix->col == 1 && !task->pack_keys && mha_even_keys(task, matrix, first, count) == count;
 }
 
-/* Whether a panel reads the rows of values where they lie, in whole vectors that do not lie across cache lines where a level is
- * slow with such. */
+/* Whether a panel reads the rows of values where they lie, in whole vectors that do not lie across cache lines where a
+ * level is slow with such. */
 MHA_INLINE int FN(whole_values)(const mha_task *task, int64_t first)
 {
     int64_t row = task->value.row * (int64_t)sizeof(REAL),
@@ -55,8 +55,8 @@ static void FN(pack_keys)(REAL *dst, int64_t dst_row, const mha_task *task, cons
     }
 }
 
-/* Rows first.. where they lie, or packed. A panel's copy is made once for many queries and takes the scale in; for few queries it
- * is left to the scores and weights, so that rows in any memory have one arithmetic. */
+/* Rows first.. where they lie, or packed. A panel's copy is made once for many queries and takes the scale in; for few
+ * queries it is left to the scores and weights, so that rows in any memory have one arithmetic. */
 static void FN(open_rows)(mha_rows *rows, const mha_task *task, const mha_matrix *src, int64_t first, int64_t count,
                           int64_t cols, int in_place, int takes_scale, REAL *packed, int64_t packed_row,
                           float *gathered)
@@ -103,8 +103,8 @@ static void FN(open_pair_block)(FN(block) *block, const mha_task *task, FN(scrat
 }
 #endif
 
-/* whole_vectors: the kernel of panels, which reads whole vectors of values in the compute dtype, so rows that are none are
- * packed. careful: non-finite values are replaced by 0, see add_non_finite. */
+/* whole_vectors: the kernel of panels, which reads whole vectors of values in the compute dtype, so rows that are none
+ * are packed. careful: non-finite values are replaced by 0, see add_non_finite. */
 static void FN(open_block)(FN(block) *block, const mha_task *task, FN(scratch) *s, int64_t first, int64_t end,
                            int whole_vectors, int careful)
 {
@@ -151,7 +151,7 @@ static FN(block) FN(seen_block)(const FN(block) *block, int64_t first)
     return seen;
 }
 
-/* The border that a block begins at, whatever is left out in front: keys and positions are counted from there as REAL. */
+/* The border that a block begins at, whatever is left out in front: keys and positions count from there as REAL. */
 MHA_INLINE int64_t FN(block_base)(const FN(block) *block) { return block->first / MHA_KEY_BLOCK * MHA_KEY_BLOCK; }
 
 /* Rows to prefetch per tile of keys, so that a panel prefetches all of them. */
@@ -183,9 +183,9 @@ static void FN(prefetch_mask)(const mha_task *task, const FN(panel) *panel, int6
             PREFETCH(panel->rows[r].mask + key * bytes + byte);
 }
 
-/* The scores of keys first.. of a block for a panel, whose strips of queries lie one after the other, and their maximum in
- * block_max. Of a strip the vectors before the first and behind the last that see a tile are left out: their scores are
- * not defined. */
+/* The scores of keys first.. of a block for a panel, whose strips of queries lie one after the other, and their maximum
+ * in block_max. Of a strip the vectors before the first and behind the last that see a tile are left out: their scores
+ * are not defined. */
 static void FN(score_panel)(const mha_task *task, FN(scratch) *s, const FN(panel) *panel, const FN(block) *block,
                             int64_t first, int64_t count, int64_t block_keys)
 {
@@ -301,8 +301,8 @@ MHA_INLINE VEC FN(exponential)(REAL *score, VEC m)
     return weight;
 }
 
-/* Scores of one vector of lanes become weights, those of keys that the vector does not see, before first or from visible on,
- * 0; gives their sum, made of four so that it loses less: key k of the block belongs to the k % 4-th. */
+/* Scores of one vector of lanes become weights, those of keys that the vector does not see, before first or from
+ * visible on, 0; gives their sum, made of four so that it loses less: key k of the block belongs to the k % 4-th. */
 MHA_INLINE VEC FN(exponentials)(REAL *scores, const FN(run) *runs, int num_runs, int64_t first, int64_t visible, VEC m)
 {
     VEC sum[4] = {V(zero)(), V(zero)(), V(zero)(), V(zero)()};
@@ -341,8 +341,8 @@ static void FN(block_softmax)(FN(scratch) *s, const FN(panel) *panel, int64_t fi
     }
 }
 
-/* The output of a panel moves on by one block, in column tiles of even width and tiles of rows that begin and stop at the
- * first and the last key that one of their rows sees. */
+/* The output of a panel moves on by one block, in column tiles of even width and tiles of rows that begin and stop at
+ * the first and the last key that one of their rows sees. */
 static void FN(block_output)(FN(scratch) *s, const FN(panel) *panel, const FN(block) *block, const FN(run) *runs,
                              int num_runs, int first, REAL *out)
 {

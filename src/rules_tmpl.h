@@ -44,8 +44,8 @@ MHA_INLINE VEC FN(add_slope)(VEC score, VEC slope, VEC steps)
     return V(add_bias)(score, V(max)(lowest, V(choose)(highest, bias, highest, bias)));
 }
 
-/* What the kinds of hide do not: the scores of a tile from raw to where they belong, both of row length panel; max as in
- * store_scores. */
+/* What the kinds of hide do not: the scores of a tile from raw to where they belong, both of row length panel; max as
+ * in store_scores. */
 MHA_NOINLINE void FN(apply_rules)(int keys, int vecs, const FN(tile_mask) *mask, const REAL *RESTRICT raw,
                                   REAL *RESTRICT scores, REAL *RESTRICT max)
 {

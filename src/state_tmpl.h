@@ -1,4 +1,5 @@
-/* States: folding them in the order of the keys, and writing the rows at the end. Few-query and panel kernels share this. */
+/* States: folding them in the order of the keys, and writing the rows at the end. Few-query and panel kernels share
+ * this. */
 
 /* rows: of the panel, whole vectors for a panel kernel. */
 static void FN(clear)(FN(state) *state, int64_t rows)
@@ -89,8 +90,8 @@ MHA_NOINLINE void FN(write_any_row)(const mha_task *task, char *row, const REAL 
         for (int64_t c = 0; c < task->value_dim; c++) dst[c * task->out_col] = out ? out[c] * factor : factor;
 }
 
-/* A row of a state takes in its sink, a score without a value. Gives by how much the output, here left as it is or made 0
- * where it was not defined, has to shrink. */
+/* A row of a state takes in its sink, a score without a value. Gives by how much the output, here left as it is or made
+ * 0 where it was not defined, has to shrink. */
 MHA_NOINLINE REAL FN(add_sink)(const mha_row *row, FN(state) *state, int64_t r, int64_t out_row)
 {
     REAL sink = *(const REAL *)row->sink, alpha[V(lanes)];
@@ -193,7 +194,8 @@ static void FN(add_non_finite)(const mha_task *task, const mha_row *rows, int64_
                 if (task->value.scale) x *= (REAL)*mha_key_scale(task, &task->value, key);
                 if (x - x == 0) continue;
                 for (int64_t r = 0; r < count; r++)
-                    if (FN(sees)(task, rows + r, key)) out[r * out_row + c] += FN(weight_at)(weights + r * row_step, key_step, pairs, k) * x;
+                    if (FN(sees)(task, rows + r, key))
+                        out[r * out_row + c] += FN(weight_at)(weights + r * row_step, key_step, pairs, k) * x;
             }
         }
 }

@@ -1,9 +1,9 @@
-/* Vectors of the compute dtype from memory of any dtype that a kernel reads where it lies. storage: a constant once inlined, the
- * compute dtype, MHA_F16, MHA_BF16 or MHA_I8. Takes REAL_DTYPE.
+/* Vectors of the compute dtype from memory of any dtype that a kernel reads where it lies. storage: a constant once
+ * inlined, the compute dtype, MHA_F16, MHA_BF16 or MHA_I8. Takes REAL_DTYPE.
  */
 
-/* Whether the few-query kernel reads this dtype where it lies; what it does not is packed. Pairs are multiplied as they are, others
- * converted in registers; only float32 pays for that code. */
+/* Whether the few-query kernel reads this dtype where it lies; what it does not is packed. Pairs are multiplied as they
+ * are, others converted in registers; only float32 pays for that code. */
 MHA_INLINE int FN(few_reads)(mha_dtype storage)
 {
     if (PAIRS) return storage == MHA_BF16;

@@ -17,8 +17,8 @@ typedef __m256d vec_f64;
 
 /* Scores: 6 keys x 2 vectors of queries, 12 accumulators + 2 queries + 1 broadcast. Output: 6 queries x 2 vectors of
  * columns, 12 + 2 + 1. Few queries: 2 keys x 4 queries or 4 x 2, 8 + 2 + 1 or 8 + 4 + 1.
- * few_keys: of a tile of four queries. few_part: keys whose values are read for all columns before the next (256: all of a
- * block). align_values: values that lie across cache lines are copied. */
+ * few_keys: of a tile of four queries. few_part: keys whose values are read for all columns before the next (256: all
+ * of a block). align_values: values that lie across cache lines are copied. */
 enum {
     vec_f32_lanes = 8,
     vec_f32_key_tile = 6,
@@ -205,7 +205,8 @@ MHA_INLINE vec_f64 vec_f64_keep_bits(vec_f64 score, uint32_t bits)
 }
 MHA_INLINE vec_f64 vec_f64_add_bias(vec_f64 score, vec_f64 bias)
 {
-    __m256d least = _mm256_set1_pd(-INFINITY), sum = _mm256_max_pd(_mm256_set1_pd(LOWEST_F64), _mm256_add_pd(score, bias));
+    __m256d least = _mm256_set1_pd(-INFINITY), sum = _mm256_max_pd(_mm256_set1_pd(LOWEST_F64), _mm256_add_pd(score,
+                                                                                                             bias));
     sum = _mm256_blendv_pd(sum, _mm256_min_pd(least, sum), _mm256_cmp_pd(score, least, _CMP_EQ_OQ));
     return _mm256_blendv_pd(sum, least, _mm256_cmp_pd(bias, least, _CMP_EQ_OQ));
 }

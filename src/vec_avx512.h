@@ -125,12 +125,18 @@ MHA_INLINE vec_f32 vec_f32_of_bf16(__m256i a)
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(a), 16));
 }
 MHA_INLINE vec_f32 vec_f32_of_i8(__m128i a) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(a)); }
-MHA_INLINE vec_f32 vec_f32_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+MHA_INLINE vec_f32 vec_f32_load_f16(const uint16_t *p)
+{
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
 MHA_INLINE vec_f32 vec_f32_load_f16_n(const uint16_t *p, int64_t n)
 {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(vec_f32_first(n), p));
 }
-MHA_INLINE vec_f32 vec_f32_load_bf16(const uint16_t *p) { return vec_f32_of_bf16(_mm256_loadu_si256((const __m256i *)p)); }
+MHA_INLINE vec_f32 vec_f32_load_bf16(const uint16_t *p)
+{
+    return vec_f32_of_bf16(_mm256_loadu_si256((const __m256i *)p));
+}
 MHA_INLINE vec_f32 vec_f32_load_bf16_n(const uint16_t *p, int64_t n)
 {
     return vec_f32_of_bf16(_mm256_maskz_loadu_epi16(vec_f32_first(n), p));
@@ -182,7 +188,8 @@ MHA_INLINE vec_f64 vec_f64_keep_bits(vec_f64 score, uint32_t bits)
 }
 MHA_INLINE vec_f64 vec_f64_add_bias(vec_f64 score, vec_f64 bias)
 {
-    __m512d least = _mm512_set1_pd(-INFINITY), sum = _mm512_max_pd(_mm512_set1_pd(LOWEST_F64), _mm512_add_pd(score, bias));
+    __m512d least = _mm512_set1_pd(-INFINITY), sum = _mm512_max_pd(_mm512_set1_pd(LOWEST_F64), _mm512_add_pd(score,
+                                                                                                             bias));
     sum = _mm512_mask_min_pd(sum, _mm512_cmp_pd_mask(score, least, _CMP_EQ_OQ), least, sum);
     return _mm512_mask_mov_pd(sum, _mm512_cmp_pd_mask(bias, least, _CMP_EQ_OQ), least);
 }

@@ -1,5 +1,5 @@
-/* Vector operations of level avx512_bf16: those of avx512, and products of pairs of bfloat16 numbers, two in 32 bits. The
- * instructions take denormal numbers for 0.
+/* Vector operations of level avx512_bf16: those of avx512, and products of pairs of bfloat16 numbers, two in 32 bits.
+ * The instructions take denormal numbers for 0.
  */
 #include "vec_avx512.h"
 

@@ -1,5 +1,5 @@
-/* Vector operations of level scalar: one lane, the architecture's baseline, a multiplication and an addition for fma (without
- * hardware fma is a library call).
+/* Vector operations of level scalar: one lane, the architecture's baseline, a multiplication and an addition for fma
+ * (without hardware fma is a library call).
  *
  * max(a, b) gives b where either is NaN. choose(a, b, x, y) gives x where a < b, else y. below, keep_bits and add_bias
  * put -inf where the key is hidden, by a bias of -inf (a score of -inf and a bias of inf are NaN together); zero_hidden
@@ -70,8 +70,8 @@ MHA_INLINE vec_f32 vec_f32_zero_hidden(vec_f32 weight, vec_f32 score) { return s
 MHA_INLINE uint32_t vec_f32_visible_bits(vec_f32 score) { return score != (float)-INFINITY; }
 MHA_INLINE int vec_f32_any_nan(vec_f32 a) { return a != a; }
 MHA_INLINE vec_f32 vec_f32_domain(vec_f32 x) { return vec_f32_max(-127, x); }
-/* Rounding down without a library call: truncation is exact in the domain. NaN counts as 0, and so does what a row with NaN
- * may give above 0. */
+/* Rounding down without a library call: truncation is exact in the domain. NaN counts as 0, and so does what a row with
+ * NaN may give above 0. */
 MHA_INLINE vec_f32 vec_f32_floor(vec_f32 x)
 {
     float whole = (float)(int32_t)(x <= 0 ? x : 0);
@@ -172,8 +172,8 @@ MHA_INLINE vec_f64 vec_f64_zero_hidden(vec_f64 weight, vec_f64 score)
 MHA_INLINE uint32_t vec_f64_visible_bits(vec_f64 score) { return score != (double)-INFINITY; }
 MHA_INLINE int vec_f64_any_nan(vec_f64 a) { return a != a; }
 MHA_INLINE vec_f64 vec_f64_domain(vec_f64 x) { return vec_f64_max(-1023, x); }
-/* Rounding down without a library call: truncation is exact in the domain. NaN counts as 0, and so does what a row with NaN
- * may give above 0. */
+/* Rounding down without a library call: truncation is exact in the domain. NaN counts as 0, and so does what a row with
+ * NaN may give above 0. */
 MHA_INLINE vec_f64 vec_f64_floor(vec_f64 x)
 {
     double whole = (double)(int64_t)(x <= 0 ? x : 0);

@@ -521,8 +521,8 @@ static double score(const test *t, const expected *x, int64_t b, int64_t h, int6
  *
  * With u the rounding unit, a score of head_dim products errs by at most (head_dim + 4) u size, its exponential by 2 u
  * size more and 4 u of its own, a weight by twice that; sums of 256 keys, and of blocks of them, by 300 u. The plain
- * sums here are of doubles and err by DBL_EPSILON a key. No value is larger than 1. Rounding to bfloat16 adds half a step of
- * each weight, and as much again for their sum, which is not rounded. */
+ * sums here are of doubles and err by DBL_EPSILON a key. No value is larger than 1. Rounding to bfloat16 adds half a
+ * step of each weight, and as much again for their sum, which is not rounded. */
 static void expect(const test *t, expected *x, int64_t b, int64_t h, int64_t i)
 {
     const mha_params *p = &t->params;
@@ -780,8 +780,8 @@ static void check_level(checker *c, mha_isa isa, mha_dtype dtype)
 
 /* ---- rounding to float16 and bfloat16 */
 
-/* Values of one key, so the result is their rounding: numbers of the dtype, those halfway between two of them and those next to
- * halfway, beyond the largest too. */
+/* Values of one key, so the result is their rounding: numbers of the dtype, those halfway between two of them and those
+ * next to halfway, beyond the largest too. */
 static void fill_halfway(mha_dtype half, float *values)
 {
     for (int bits = 0; bits < 0x8000; bits++) {
