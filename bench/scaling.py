@@ -291,6 +291,8 @@ def main(arguments=None):
     about = one_line(environment())
     mha_fast.set_num_threads(1)
     config = mha_fast.show_config()
+    if not config["openmp"]:
+        parser.error("this build has no OpenMP, so the core plans for one thread only")
     chosen = [c for c in CASES if any(fnmatch.fnmatch(c.name, p) for p in args.rows.split(","))]
     # Those of one thread, of another level and of a few microseconds have no tasks to hand out here.
     chosen = [c for c in chosen if not c.threads and not c.level and c.limit != "call"]

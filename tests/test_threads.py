@@ -64,6 +64,7 @@ def test_a_plan_covers_the_rows_of_every_head(q_len, kv_len, is_causal, num_thre
         assert not plan["split_tasks"]
 
 
+@PARALLEL
 def test_splits_of_a_long_cache_are_tasks_where_heads_are_few():
     query, key = unread(1, 1, 64), unread(1, 8 * CONFIG["key_split"], 64)
     for num_threads, tasks, threads in ((1, 1, 1), (4, 8, 4), (64, 8, 8)):
