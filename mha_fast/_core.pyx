@@ -1,7 +1,5 @@
 """From ndarrays to the C core's parameter struct: recognise or validate, fill, call, return. No arithmetic on data."""
 
-import inspect
-
 import numpy as np
 
 cimport numpy as cnp
@@ -323,9 +321,7 @@ def plan_of(query, key, value, **options):
     """How the core cuts this call of `scaled_dot_product_attention`, a mha_task_plan as a dict; nothing is computed."""
     cdef mha_params p
     cdef mha_task_plan plan
-    bound = inspect.signature(scaled_dot_product_attention).bind(query, key, value, **options)
-    bound.apply_defaults()
-    call = _validate.attention_call(**bound.arguments)
+    call = _validate.attention_call_of(query, key, value, **options)
     cdef int lead = fill_call(&p, call)
     # where the result goes does not matter, only what it is
     result = np.empty((1,) * (lead + 3), call.dtype)

@@ -823,6 +823,33 @@ def attention_call(
     )
 
 
+# The options of `scaled_dot_product_attention` at their defaults.
+_DEFAULTS = {
+    "attn_mask": None,
+    "dropout_p": 0.0,
+    "is_causal": False,
+    "scale": None,
+    "enable_gqa": False,
+    "valid_lens": None,
+    "q_offset": None,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "sinks": None,
+    "layout": "bhld",
+    "return_lse": False,
+    "return_weights": False,
+    "weights_rows": None,
+    "out": None,
+    "num_threads": None,
+}
+
+
+def attention_call_of(query, key, value, **options):
+    """Check a call whose caller leaves options out, which then have their defaults; `attention_call` has none."""
+    return attention_call(query, key, value, **(_DEFAULTS | options))
+
+
 # ---------------------------------------------------------------- layers
 
 
@@ -968,28 +995,8 @@ def layer_attention(call, valid_lens, attn_mask, is_causal):
         np.broadcast_to(np.zeros((), call.dtype), (batch, length, heads, call.depth))
         for length, heads in ((q_len, call.num_heads), (call.keys.shape[1], call.num_kv_heads))
     )
-    return attention_call(
-        query,
-        key,
-        key,
-        attn_mask=attn_mask,
-        dropout_p=0.0,
-        is_causal=is_causal,
-        scale=None,
-        enable_gqa=True,
-        valid_lens=valid_lens,
-        q_offset=None,
-        window_size=(-1, -1),
-        softcap=0.0,
-        alibi_slopes=None,
-        sinks=None,
-        layout="blhd",
-        return_lse=False,
-        return_weights=False,
-        weights_rows=None,
-        out=None,
-        num_threads=None,
-    )
+    options = {"attn_mask": attn_mask, "is_causal": is_causal, "valid_lens": valid_lens}
+    return attention_call_of(query, key, key, **options, enable_gqa=True, layout="blhd")
 
 
 def ffn_call(layer, X):

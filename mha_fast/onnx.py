@@ -224,21 +224,7 @@ def _scores(query, key, mode, options):
         options = options | {"softcap": 0.0}
     if mode != _BIASED:
         options = options | {"attn_mask": None}
-    call = _validate.attention_call(
-        query,
-        key,
-        key,
-        **options,
-        dropout_p=0.0,
-        alibi_slopes=None,
-        sinks=None,
-        layout="bhld",
-        return_lse=False,
-        return_weights=False,
-        weights_rows=None,
-        out=None,
-        num_threads=None,
-    )
+    call = _validate.attention_call_of(query, key, key, **options)
     scores = np.empty((*query.shape[:3], key.shape[2]), call.compute)
     with np.errstate(all="ignore"):
         for b in np.ndindex(query.shape[:1]):

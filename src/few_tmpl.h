@@ -110,7 +110,7 @@ MHA_INLINE void FN(dot_rows)(const int rows, const mha_dtype storage, const REAL
     const int64_t step = keys * FN(few_numbers) * item, line = step < 64 ? step : 64;
     int64_t rest = keys * mha_round_up(row_bytes, line) - head_dim / FN(few_numbers) * step;
     FN(prefetcher) next = {prefetches ? key + ahead * key_row * item : NULL, row_bytes, key_row * item, 0,
-                       prefetches ? mha_divide_up(rest, 64) : 0};
+                           prefetches ? mha_divide_up(rest, 64) : 0};
     int64_t k = 0;
     for (; k + keys <= count; k += keys, key += keys * key_row * item)
         FN(dot_tile)(rows, keys, storage, query, query_row, key, key_row, head_dim, &next, scores + k, score_row);

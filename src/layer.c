@@ -88,13 +88,12 @@ static mha_array heads_of(const layer_plan *plan, const map *map, int64_t depth)
     return a;
 }
 
-/* What the plan of the maps takes for granted; the attention between them is checked when it is planned. */
-static mha_status check_layer(const mha_layer *layer, const mha_linear *const linears[MAPS])
+/* All that is checked of a layer, before anything is planned. */
+static mha_status check_layer(const mha_params *attention, const mha_linear *const linears[MAPS])
 {
-    const mha_params *p = &layer->attention;
-    if (!mha_isa_built(p->isa)) return MHA_ERR_ISA;
-    if (!mha_is_real(p->dtype)) return MHA_ERR_DTYPE;
-    if (p->lead_ndim != 1 || p->lead_shape[0] < 0 || p->num_threads < 1) return MHA_ERR_SHAPE;
+    mha_status status = mha_check(attention);
+    if (status != MHA_OK) return status;
+    if (attention->lead_ndim != 1) return MHA_ERR_SHAPE;
     for (int m = 0; m < MAPS; m++) {
         if (linears[m]->len < 0 || linears[m]->depth < 0 || linears[m]->cols < 0) return MHA_ERR_SHAPE;
         if (!mha_is_real(linears[m]->weight.dtype)) return MHA_ERR_DTYPE;
@@ -108,9 +107,10 @@ static mha_status make_layer_plan(layer_plan *plan, const mha_layer *layer, char
 {
     const mha_linear *linears[MAPS] = {&layer->query, &layer->key, &layer->value, &layer->output};
     mha_params *p = &plan->attention;
-    mha_status status = check_layer(layer, linears);
-    if (status != MHA_OK) return status;
     *p = layer->attention;
+    p->query.dtype = p->key.dtype = p->value.dtype = p->out.dtype = p->dtype; /* the maps' results */
+    mha_status status = check_layer(p, linears);
+    if (status != MHA_OK) return status;
     plan->memory = memory;
     plan->bytes = 0;
     plan->item = mha_item_bytes(p->dtype);
@@ -145,8 +145,6 @@ static mha_status make_layer_plan(layer_plan *plan, const mha_layer *layer, char
     out->out = layer->out.data;
     out->out_row = layer->out.row;
     out->out_batch = layer->out.lead[0];
-    status = mha_check(p);
-    if (status != MHA_OK) return status;
     mha_make_plan(&plan->plan, p, plan->threads);
     plan->kernels = plan->plan.kernels;
     char *attention = take(plan, plan->plan.bytes < 0 ? INT64_MAX : plan->plan.bytes);

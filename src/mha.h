@@ -1,8 +1,9 @@
 /* The whole C interface of mha_fast: a parameter struct and a call for attention, the same for a layer, and what the
  * build and the CPU offer.
  *
- * out[..., h, i, :] = softmax_j(cap(scale * query[..., h, i, :] . key[..., h / group, j, :]) + biases) value[..., h /
- * group, j, :] over the keys j that query i may see; group = num_heads / num_kv_heads. A query that sees no key gets 0.
+ * out[..., h, i, :] = softmax_j(cap(scale * query[..., h, i, :] . key[..., h / group, j, :]) + biases)
+ *                     value[..., h / group, j, :]
+ * over the keys j that query i may see; group = num_heads / num_kv_heads. A query that sees no key gets 0.
  *
  * Strides are in elements and may be anything, 0 and negative included. Arrays are read where they lie and may overlap,
  * but out, lse and weights overlap nothing. The caller has checked shapes and dtypes; here only O(1) checks are made.
@@ -107,13 +108,14 @@ mha_status mha_forward(const mha_params *params, void *workspace, int64_t worksp
 double mha_estimated_ns(const mha_params *params);
 /* Below this much work on one thread, waking others costs more than it gains: the call stays on the calling thread. */
 #define MHA_INLINE_NS 10e3
-/* The tasks and threads of mha_forward for these parameters; of arrays only q_starts and k_starts are read. */
-mha_status mha_plan_of(const mha_params *params, mha_task_plan *tasks);
 
 /* The same for a layer. */
 int64_t mha_layer_workspace_bytes(const mha_layer *layer);
 mha_status mha_layer_forward(const mha_layer *layer, void *workspace, int64_t workspace_bytes);
 double mha_layer_estimated_ns(const mha_layer *layer);
+
+/* The tasks and threads of mha_forward for these parameters; of arrays only q_starts and k_starts are read. */
+mha_status mha_plan_of(const mha_params *params, mha_task_plan *tasks);
 
 const char *mha_isa_name(mha_isa isa);
 int mha_isa_built(mha_isa isa);

@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import inspect
 import math
 import tracemalloc
 import zlib
@@ -13,7 +12,7 @@ import pytest
 from threadpoolctl import threadpool_limits
 
 import mha_fast
-from mha_fast import _config, _validate, reference, sequences
+from mha_fast import _config, reference, sequences
 
 DTYPES = ("float32", "float64")
 # Names that NumPy knows: of the second from the import of ml_dtypes on.
@@ -166,13 +165,6 @@ def exact(query, key, value, attn_mask=None, **options):
     options.pop("out", None)
     options |= {"return_lse": True, "return_weights": True}
     return reference.scaled_dot_product_attention(wide(query), wide(key), wide(value), wide(attn_mask), **options)
-
-
-def validated(*arrays, **options):
-    """The `Call` that these arguments of `scaled_dot_product_attention` are checked to be."""
-    bound = inspect.signature(reference.scaled_dot_product_attention).bind(*arrays, **options)
-    bound.apply_defaults()
-    return _validate.attention_call(**bound.arguments)
 
 
 def largest_score(query, key, scale=None, mask=None, layout="bhld"):

@@ -99,6 +99,11 @@ def test_the_checks_take_options_by_name_alone_and_in_the_public_order(name, che
     assert {default for _, _, default in checked} == {inspect.Parameter.empty}
 
 
+def test_the_defaults_that_other_callers_get_are_the_public_ones():
+    public = parameters(reference.scaled_dot_product_attention)
+    assert _validate._DEFAULTS == {name: default for name, _, default in public[3:]}
+
+
 def test_the_signatures_of_the_layers():
     layer, network = reference.MultiHeadAttention, reference.PositionWiseFFN
     assert str(inspect.signature(layer)) == (

@@ -8,10 +8,9 @@ import math
 
 import numpy as np
 import pytest
-from conftest import validated
 
 import mha_fast
-from mha_fast import reference
+from mha_fast import _validate, reference
 
 IMPLEMENTATIONS = {"fast": mha_fast, "reference": reference}
 SUPPORTED = "float16, bfloat16, float32 and float64 are supported, bool and integers become float64"
@@ -484,7 +483,7 @@ def test_a_call_is_final(ndim, layout, per_query, is_causal, dtype):
         return array.swapaxes(-3, -2) if layout == "blhd" and ndim > 2 else array
 
     out = array(3, 7).astype(result)
-    call = validated(
+    call = _validate.attention_call_of(
         query=array(3, 6), key=array(5, 6), value=array(5, 7), attn_mask=np.ones(5, "f2"), dropout_p=0,
         is_causal=is_causal, scale=np.float32(2), enable_gqa=np.False_, layout=layout, return_lse=np.True_,
         valid_lens=np.full((*lead, 3) if per_query else lead, 2.5, "f4"), return_weights=False, out=out,

@@ -11,6 +11,7 @@ import pytest
 from conftest import DTYPES, draw, peak, qkv, tiles
 
 import mha_fast
+from bench.cases import placed
 
 DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 KERNELS = pytest.mark.parametrize("queries", [1, 3, 21])
@@ -238,9 +239,8 @@ def test_the_workspace_grows_with_neither_batch_nor_keys(attend):
     """For one thread: the same tiles for 1 and for 64 heads, for 512 and for 8192 keys, all at a cache line."""
 
     def extra(heads, keys):
-        query, memory = np.ones((heads, 64, 16), np.float32), np.ones(heads * keys * 16 + 16, np.float32)
-        begin = -memory.ctypes.data % 64 // memory.itemsize
-        key = memory[begin : begin + heads * keys * 16].reshape(heads, keys, 16)
+        query, key = np.ones((heads, 64, 16), np.float32), placed((heads, keys, 16), np.float32, 0)
+        key[...] = 1
         return peak(lambda: attend(query, key, key, num_threads=1)) - query.nbytes
 
     base = extra(1, 512)

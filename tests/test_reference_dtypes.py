@@ -6,10 +6,10 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import allowed, assert_close, draw, exact, largest, largest_score, pair_rounding, qkv, rounding, validated
+from conftest import allowed, assert_close, draw, exact, largest, largest_score, pair_rounding, qkv, rounding
 from formula import formula
 
-from mha_fast import reference
+from mha_fast import _validate, reference
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = [np.dtype("float16"), BFLOAT16]
@@ -247,7 +247,7 @@ def test_memory_does_not_matter(attention, rng, dtype, view):
 def test_native_arrays_are_never_copied(dtypes):
     """Whatever they are mixed with: a call reads them where they lie."""
     arrays = [np.ones((2, 3, length, 8), dtype)[..., ::2] for length, dtype in zip((4, 5, 5), dtypes, strict=True)]
-    call = validated(*arrays)
+    call = _validate.attention_call_of(*arrays)
     for array, stored in zip(arrays, (call.query, call.key, call.value), strict=True):
         assert stored.dtype == array.dtype
         assert np.shares_memory(stored, array)
